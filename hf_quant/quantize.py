@@ -15,6 +15,7 @@ from hf_quant.algorithms import PackedWeight
 from hf_quant.auto import search
 from hf_quant.calibration import Solved, needs_data, solve, takes_data
 from hf_quant.config import NON_WEIGHT_FIELDS, QuantizerConfig, as_config
+from hf_quant.kernels.native import use_huge_pages
 from hf_quant.modules import (
     STORED_NAMES,
     QuantizedModule,
@@ -104,6 +105,7 @@ def quantize_(
             module.calibrate_input_(weight, largest)
     fuse_as_configured_(model, config.fuse_projections)
     notify_observers(model, config, quant_plan.schemes)
+    use_huge_pages(model)
     return model
 
 

@@ -107,6 +107,7 @@ def _native() -> dict[str, Any]:
         "active": active,
         "available": list(native.instruction_sets()),
         **native.features(),
+        "huge_pages": native.page_size(),
         "environment": os.environ.get(_VARIABLE),
         "why_not": reason,
         "to_do": todo,
@@ -208,10 +209,11 @@ def _native_lines(native: dict[str, Any] | None) -> dict[str, str]:
     if native["active"] is None:
         return {"in use": f"none: {native['why_not']}", "available": others, "to do": native["to_do"]}
     chosen = f", chosen by {_VARIABLE}" if native["environment"] else ""
-    shared = native["shares_threads_of_torch"]
+    shared, pages = native["shares_threads_of_torch"], native["huge_pages"]
     return {
         "in use": native["active"] + (", with bf16 dot products" if native["has_bf16_dot"] else "") + chosen,
         "others": others,
+        "huge pages": f"{pages >> 20} MiB, for weights" if pages else "none: turned off, or not on this system",
         "threads": "those of torch's OpenMP pool" if shared else "their own: no OpenMP runtime of torch was found",
     }
 

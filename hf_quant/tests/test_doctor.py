@@ -56,6 +56,7 @@ def test_native_kernels_are_on(capsys, monkeypatch):
     monkeypatch.setattr(native.extension, "module", extension)
     monkeypatch.setattr(native.extension, "_active", "avx512")
     monkeypatch.setattr(native.extension, "_openmp", lambda: 1234)
+    monkeypatch.setattr(native, "page_size", lambda: 2 << 20)
     found = json.loads(doctor(capsys, "--json"))["native"]
     assert (found["active"], found["available"]) == ("avx512", ["avx512", "avx2", "portable"])
     assert found["has_bf16_dot"] and found["shares_threads_of_torch"]
@@ -64,16 +65,19 @@ def test_native_kernels_are_on(capsys, monkeypatch):
     assert section(text, "native CPU kernels") == {
         "in use": "avx512, with bf16 dot products",
         "others": "avx2, portable",
+        "huge pages": "2 MiB, for weights",
         "threads": "those of torch's OpenMP pool",
     }
     assert "that the native kernels do not take" in section(text, "settings")["prepack limit"]
     monkeypatch.setenv("HF_QUANT_NATIVE", "portable")
     monkeypatch.setattr(native.extension, "_active", "portable")
     monkeypatch.setattr(native.extension, "_openmp", lambda: None)
+    monkeypatch.setattr(native, "page_size", lambda: 0)
     extension.has_bf16_dot = lambda: False
     assert section(doctor(capsys), "native CPU kernels") == {
         "in use": "portable, chosen by HF_QUANT_NATIVE",
         "others": "avx512, avx2",
+        "huge pages": "none: turned off, or not on this system",
         "threads": "their own: no OpenMP runtime of torch was found",
     }
 

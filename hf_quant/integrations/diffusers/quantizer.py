@@ -54,6 +54,7 @@ from hf_quant.integrations.methods import (
     stored_schemes,
 )
 from hf_quant.integrations.requested import take_requested
+from hf_quant.kernels.native import use_huge_pages
 from hf_quant.modules import STORED_NAMES, QuantizedModule, packed_key
 from hf_quant.planning import resolved
 from hf_quant.quantize import dequantize_, fuse_as_configured_, stored_config
@@ -286,6 +287,7 @@ class DiffusersQuantizer(base.DiffusersQuantizer):
         fuse_as_configured_(model, bool(self._fuse_projections))
         _fuse_activations(model, self._fuse_activations)
         _attach(model, self)
+        use_huge_pages(model)
         return model
 
     def get_state_dict_and_metadata(

@@ -67,6 +67,7 @@ from hf_quant.integrations.transformers.parallel import (
     refuse_fsdp,
     refuse_parallel,
 )
+from hf_quant.kernels.native import use_huge_pages
 from hf_quant.kv_cache import register_attention
 from hf_quant.modules import PACKED_NAMES, STORED_NAMES, QuantizedModule, packed_key, restore_module_, stored_dtype
 from hf_quant.planning import HOST_RULES, plan, resolved, schemes_from_list
@@ -252,6 +253,7 @@ class TransformersQuantizer(HfQuantizer):
         _attach(model)
         if not self.pre_quantized or model.can_generate():  # a headless model makes no cache
             generation.attach(model)
+        use_huge_pages(model)
         return model
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:

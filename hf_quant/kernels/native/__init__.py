@@ -14,6 +14,7 @@ torch's own OpenMP pool, as many as `torch.set_num_threads` has set.
 
 from hf_quant.kernels.native.extension import active, features, instruction_sets, unavailable_reason, use, using
 from hf_quant.kernels.native.optimizer import adam_step_, requantize_rows_
+from hf_quant.kernels.native.pages import page_size, use_huge_pages
 from hf_quant.kernels.native.products import (
     dequantize,
     prepared,
@@ -44,6 +45,7 @@ __all__ = [
     "fake_quantizes",
     "features",
     "instruction_sets",
+    "page_size",
     "prepared",
     "product",
     "quantize",
@@ -53,6 +55,7 @@ __all__ = [
     "quantizes",
     "requantize_rows_",
     "unsupported_reason",
+    "use_huge_pages",
     "scale_sums",
     "scales_sums",
     "serves",
