@@ -48,7 +48,7 @@ def use_huge_pages(model: nn.Module) -> int:
     """Put parameters and buffers on CPUs into huge pages, and return the bytes of these; no value or address changes.
 
     A CPU knows the addresses of a few thousand pages, and looks those of others up, which takes time where weights are
-    streamed. Pages are joined where weights fill half of a huge one at least, so that little memory is added to what
+    streamed. Pages are joined where weights fill three quarters of a huge one, so that little memory is added to what
     is there. Linux moves about 4 GB a second, from version 6.1 on; older ones get to it when they have time.
 
     Tensors of a checkpoint that was quantized before are pages of its file. If they take no more than a quarter of the
@@ -66,7 +66,7 @@ def use_huge_pages(model: nn.Module) -> int:
     for begin, count in storages.items():
         for page in range(begin // size, -(-(begin + count) // size)):
             filled[page * size] += min(begin + count, (page + 1) * size) - max(begin, page * size)
-    pages = [page for page, count in filled.items() if 2 * count >= size]
+    pages = [page for page, count in filled.items() if 4 * count >= 3 * size]
     of_files = _of_files(pages, size)
     if 4 * size * len(of_files) > _memory_left():
         of_files = set()
