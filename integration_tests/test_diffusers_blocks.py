@@ -13,6 +13,7 @@ from hf_quant.testing import assert_sqnr
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is an optional host")
 
+from diffusers import FasterCacheConfig  # noqa: E402
 from diffusers.hooks.layer_skip import LayerSkipConfig, apply_layer_skip  # noqa: E402
 from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend, dispatch_attention_fn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
@@ -110,6 +111,29 @@ def test_activations_of_a_loaded_model_are_fused_and_unfused(tmp_path):
         other = quantize_(make_model(name, BF16), weights)
         with pytest.raises(ValueError, match=f"nothing to fuse in this .*: it has {reason}"):
             fuse_activations_(other)
+
+
+def test_fused_activations_under_a_cache_that_reads_the_size_of_a_batch():
+    timestep = torch.tensor(0)
+    config = FasterCacheConfig(
+        current_timestep_callback=timestep.item,
+        attention_weight_callback=lambda module: 0.5,
+        is_guidance_distilled=True,
+    )
+    inputs, outputs = make_inputs("flux"), {}
+    other = {**inputs, "hidden_states": inputs["hidden_states"].flip(1)}
+    for fuses in (True, False):
+        model = quantize_(make_model("flux"), QuantizerConfig("W8A8", fuse_activations=fuses))
+        with torch.no_grad():
+            plain = model(**other).sample
+            model.enable_cache(config)
+            with Calls() as calls, model.cache_context("cond"):
+                for now, given in ((900, inputs), (500, other)):
+                    timestep.fill_(now)
+                    outputs[fuses] = model(**given).sample
+        assert calls.counts.get("act_quantize_rowwise", 0) == (4 if fuses else 0)
+        assert not torch.equal(outputs[fuses], plain)  # attention is taken from the cache
+    torch.testing.assert_close(outputs[True], outputs[False], rtol=0.05, atol=0.05)
 
 
 def test_a_class_of_the_same_name_is_another():
