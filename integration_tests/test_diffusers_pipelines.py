@@ -146,6 +146,15 @@ def test_parts_with_nothing_to_quantize(tmp_path, caplog):
             cls.from_pretrained(tmp_path / "plain" / part, quantization_config=QuantizerConfig("int8"))
 
 
+def test_a_part_of_several_models_with_nothing_to_quantize(tmp_path, caplog):
+    adapter = diffusers.MultiAdapter([diffusers.T2IAdapter(channels=[4], num_res_blocks=1) for _ in range(2)])
+    WithConvolutions(make_model("flux"), adapter, make_model("flux")).save_pretrained(tmp_path)
+    config = PipelineQuantizationConfig(quant_backend="hf_quant", quant_kwargs={"weights": "int8"})
+    pipe = WithConvolutions.from_pretrained(tmp_path, dtype=torch.float32, quantization_config=config)
+    assert quantized_parts(pipe) == {"transformer", "vocoder"}
+    assert caplog.text.count("nothing to quantize in T2IAdapter") == 2
+
+
 def test_errors_of_pipelines(pipeline_dir):
     config = PipelineQuantizationConfig(quant_backend="hf_quant", quant_kwargs={"weight": "int8"})
     with pytest.raises(ValueError, match="unknown field 'weight'; did you mean 'weights'"):

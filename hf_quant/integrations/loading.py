@@ -1,5 +1,6 @@
 """Prepare a model on the meta device for loading: from a config, or from the headers of a quantized checkpoint."""
 
+import copy
 import ctypes
 import logging
 import os
@@ -85,6 +86,7 @@ def prepare_from_config(
     Returns the resolved config. Its plan is empty where a pipeline gives one config to all of its parts, and this part
     has nothing to quantize.
     """
+    config = copy.copy(config)  # the mark goes from the copy: a host may load several models with one config
     is_for_all_parts = vars(config).pop("is_for_all_parts", False)
     file = _statistics_file(model, config)
     try:

@@ -22,7 +22,7 @@ def _with_mark(host: Callable[..., Any]) -> Callable[..., Any]:
     def resolve(self: Any, *args: Any, **kwargs: Any) -> Any:
         config = host(self, *args, **kwargs)
         if isinstance(config, QuantizerConfig) and not (self.is_granular or self.components_to_quantize):
-            vars(config)["is_for_all_parts"] = True  # until `prepare_from_config` takes it out
+            vars(config)["is_for_all_parts"] = True  # `prepare_from_config` reads it
         return config
 
     return resolve
