@@ -24,6 +24,7 @@ _NAMES = (
     ("q_proj", "k_proj", "v_proj"),
     ("query", "key", "value"),
     ("to_q", "to_k", "to_v"),
+    ("to_query", "to_key", "to_value"),
     ("add_q_proj", "add_k_proj", "add_v_proj"),
     ("gate_proj", "up_proj"),
     ("w1", "w3"),

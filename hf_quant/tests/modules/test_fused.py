@@ -676,6 +676,8 @@ def test_siblings_are_what_reads_one_tensor():
     ]
     assert groups(Latent()) == [("a", "b"), ("c", "d"), ("f", "g")]
     assert groups(Processor(False)) == [("to_q", "to_k", "to_v")] and groups(Processor(True)) == []
+    kandinsky = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("to_query", "to_key", "to_value", "out_layer")})
+    assert groups(kandinsky) == [("to_query", "to_key", "to_value")]
     assert groups(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))) == []
     mlp = MLP()
     mlp.up_proj = Wrapper(mlp.up_proj)
