@@ -6,7 +6,7 @@ random rounding. An optimizer that knows nothing of codes would lose nearly ever
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,27 @@ _aten = torch.ops.aten
 _DIMS = {_aten.select.int: 1, _aten.slice.Tensor: 1, _aten.split.Tensor: 2, _aten.unbind.int: 1}
 _RESIZES = {_aten.view.default, _aten.new_zeros.default, _aten.as_strided.default}
 _COPIES = {_aten.detach.default, _aten.alias.default, _aten.clone.default, _aten.pin_memory.default}
+
+
+class _Packed(NamedTuple):
+    """Codes and scales in the memory of one tensor, the scales first."""
+
+    codes: torch.Size
+    scale: torch.Size
+    dtype: torch.dtype
+
+    def parts(self, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """Views of the codes and the scales."""
+        nbytes = self.scale.numel() * torch.float32.itemsize
+        return memory[nbytes:].view(self.dtype).view(self.codes), memory[:nbytes].view(torch.float32).view(self.scale)
+
+
+def to_gather(codes: Tensor, scale: Tensor, mesh: Any) -> tuple[tuple[Tensor, ...], _Packed | None]:
+    """Give tensors for FSDP2 to gather, and what it hands back with them. A process alone passes on one only."""
+    if mesh.size() > 1:
+        return (codes, scale), None
+    memory = torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in (scale, codes)])
+    return (memory,), _Packed(codes.shape, scale.shape, codes.dtype)
 
 
 class CodedWeight(Tensor):
@@ -82,20 +103,22 @@ class CodedWeight(Tensor):
         """True if codes and scales lie in memory that other processes can read."""
         return self.codes.is_shared() and self.scale.is_shared()
 
-    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, Tensor], None]:
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], _Packed | None]:
         """The codes and scales of this process's rows, filled up to as many as the first process has."""
         # What `fully_shard` has cut off is still in memory. Had this method more arguments, inputs of other shapes
         # than the weight's would be refused.
         rows = self.codes.untyped_storage().nbytes() // self.stride(0)
         parts = (part.as_strided((rows, *part.shape[1:]), part.stride(), 0) for part in (self.codes, self.scale))
-        return tuple(parts), None
+        return to_gather(*parts, mesh)
 
     @staticmethod
     def fsdp_post_all_gather(
-        gathered: tuple[Tensor, Tensor], metadata: None, dtype: torch.dtype, *, out: Any = None
+        gathered: tuple[Tensor, ...], packed: _Packed | None, dtype: torch.dtype, *, out: Any = None
     ) -> Any:
         """The weight of all processes; with `out`, which has the memory of what is gathered, nothing."""
-        return None if out is not None else (CodedWeight(*gathered, dtype), ())
+        if out is not None:
+            return None
+        return CodedWeight(*(gathered if packed is None else packed.parts(*gathered)), dtype), ()
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
         return ["codes", "scale"], self.dtype

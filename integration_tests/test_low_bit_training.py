@@ -154,9 +154,9 @@ def network(recipe: str | None = None, dtype: torch.dtype = torch.float32, N: in
     return model
 
 
-def sharded(model: nn.Module) -> nn.Module:
-    fully_shard(model[0])
-    return fully_shard(model)
+def sharded(model: nn.Module, **options) -> nn.Module:
+    fully_shard(model[0], **options)
+    return fully_shard(model, **options)
 
 
 class Gathered:
@@ -278,6 +278,18 @@ def in_each_process(directory: Path, failures: Failures) -> None:
             assert all(torch.equal(a, b) for a, b in zip(found, expected))
     with failures.of("int8 weights"):
         int8_weights_in_each_process(directory)
+    alone_in_shards = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    for recipe in ("int8", "fp8_row", "fp8_tensor", "bitnet", "int8_weights"):
+        with failures.of(f"{recipe}, shards of one process"):
+            model = sharded(network(recipe, torch.bfloat16), mesh=alone_in_shards)
+            if recipe != "int8_weights":
+                gather_in_low_bits_(model)
+            with pytest.MonkeyPatch.context() as patch:
+                found = train(model, slice(None))
+                patch.setattr(products, "weight_codes", codes_by_way_of_rows)
+                patch.setattr(low_bit, "weight_codes", codes_by_way_of_rows)
+                expected = train(network(recipe, torch.bfloat16), slice(None))
+            assert all(torch.equal(a, b) for a, b in zip(found, expected))
     with failures.of("nothing to gather"):
         with pytest.raises(ValueError, match="could be gathered in low bits: call prepare_training_, then"):
             gather_in_low_bits_(network())

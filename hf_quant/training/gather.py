@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_quant.coded_weight import CodedWeight
+from hf_quant.coded_weight import CodedWeight, to_gather
 from hf_quant.kernels import quantize_two_way
 from hf_quant.kernels.two_way.op import rounded, scales_of
 from hf_quant.training.low_bit import LowBitModule, stores_rows
@@ -110,7 +110,7 @@ class _Gathered:
     def __init__(self, parameter: Any, recipe: Recipe, shared: _SharedScales) -> None:
         self.parameter, self.recipe, self.shared = parameter, recipe, shared
 
-    def before(self, mesh: Any) -> tuple[tuple[Tensor, Tensor], None]:
+    def before(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
         """The codes and scales of this process's rows, filled up to as many as the first process has."""
         weight = self.parameter._local_tensor.to(mesh.device_type)
         missing = -(-self.parameter.shape[0] // mesh.size()) - weight.shape[0]
@@ -119,7 +119,7 @@ class _Gathered:
         if missing:
             codes = F.pad(codes.view(torch.int8), padding).view(codes.dtype)
             scale = F.pad(scale, padding)
-        return (codes, scale), None
+        return to_gather(codes, scale, mesh)
 
     def _codes(self, weight: Tensor, mesh: Any) -> tuple[Tensor, Tensor]:
         recipe, K = self.recipe, weight.shape[-1]
