@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from hf_quant.calibration.fp32 import fast_products
@@ -320,6 +321,7 @@ class Sensitivities(NamedTuple):
     is_kl: bool
 
 
+@torch.inference_mode(False)
 def sensitivities(
     model: Any,
     calls: Sequence[Call],
@@ -343,12 +345,13 @@ def sensitivities(
         for number_of_call, call in enumerate(calls):
             observer.part = number_of_call % num_parts
             kwargs = {n: v for n, v in call.kwargs.items() if n != "logits_to_keep"}
-            output = model(*call.args, **kwargs)
+            args, kwargs = tree_map_only(Tensor, _saved_for_backward, (call.args, kwargs))
+            output = model(*args, **kwargs)
             logits = getattr(output, "logits", None)
             is_kl = False
             if isinstance(logits, Tensor) and logits.dim() > 1 and logits.shape[-1] in _numbers_of_classes(model):
                 is_kl = True
-                mask = mask_of_output(model, call.args, kwargs)
+                mask = mask_of_output(model, args, kwargs)
                 gradient, number = _gradient_of_drawn_labels(logits.detach(), mask, generator)
                 logits.backward(gradient)
             else:
@@ -360,6 +363,11 @@ def sensitivities(
                         other.backward()
             count += number
     return Sensitivities(observer.results((0.5 if is_kl else 1.0) / max(count, 1)), is_kl)
+
+
+def _saved_for_backward(x: Tensor) -> Tensor:
+    """A tensor that autograd may save: of one that was made in inference mode a copy."""
+    return x.clone() if x.is_inference() else x
 
 
 def _numbers_of_classes(model: Any) -> tuple[int, ...]:
@@ -407,7 +415,8 @@ def _projections(output: Any, generator: torch.Generator) -> list[Tensor]:
 @contextmanager
 def _without_parameter_gradients(model: Any) -> Iterator[None]:
     """In evaluation mode no parameter requires a gradient; large models recompute their blocks."""
-    required = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # A parameter that was made in inference mode could not be given its gradient back outside of it.
+    required = [p for p in model.parameters() if p.requires_grad and not p.is_inference()]
     is_training = model.training
     model.eval()
     for parameter in required:

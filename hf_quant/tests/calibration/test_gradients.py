@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertModel, T5Config, T5ForConditionalGeneration
 
+from hf_quant import Calibration, QuantizerConfig, quantize_
 from hf_quant.calibration import gradients, record_calls, sensitivities
 from hf_quant.calibration.gradients import NUM_CALLS, Call, InputRounding
 from hf_quant.kernels import quantize_rowwise
@@ -202,3 +203,35 @@ def test_the_predicted_kl_of_rounded_inputs(transform):
     x = turned * torch.linspace(0.1, 1, len(x))[:, None]
     errors = [InputRounding("int8", is_static=each).errors(x).mean() for each in (False, True)]
     assert 2 * errors[0] < errors[1] < (x.abs().max() / 127) ** 2 / 6
+
+
+def test_inference_mode_changes_nothing(caplog):
+    """Neither around the call, nor around what made the arguments of the model."""
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x) * gate)
+
+    config, found = QuantizerConfig("int4", algorithm="gptq"), []
+    for is_inference in (False, True):
+        torch.manual_seed(0)
+        model = Gated()
+        calibration = Calibration(model, config)
+        with torch.inference_mode(is_inference):
+            batches = [(torch.randn(200, 64), torch.rand(200, 64)) for _ in range(4)]
+            with calibration, torch.no_grad():
+                for batch in batches:
+                    model(*batch)
+            quantize_(model, config, calibration=calibration)
+        found.append(model.state_dict())
+    assert not caplog.text
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+    with torch.inference_mode():
+        model = Gated()
+    quantize_(model, config, calibration=batches)
+    assert "Inference tensors cannot be saved for backward" in caplog.text
+    assert model.training
