@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
+from torch.autograd.functional import hessian
 from transformers.pytorch_utils import Conv1D
 
 import hf_quant.integrations.transformers.conv1d  # noqa: F401  (makes Conv1D quantizable)
@@ -263,6 +264,7 @@ TRANSFORMS = {
     "jacrev": lambda net, x: torch.func.jacrev(net)(x),
     "jacfwd": lambda net, x: torch.func.jacfwd(net)(x),
     "hessian": lambda net, x: torch.func.hessian(lambda z: net(z).tanh().sum())(x[:1, None, :])[0, 0, :4, 0, 0, :4],
+    "hessian at once": lambda net, x: hessian(lambda z: net(z).tanh().sum(), x[:1], vectorize=True),
     "vmap(grad)": lambda net, x: torch.vmap(torch.func.grad(lambda z: net(z).tanh().sum()))(x),
     "gradient of the bias": lambda net, x: torch.func.grad(
         lambda bias: torch.func.functional_call(net, {"bias": bias}, (x,)).tanh().sum()
