@@ -12,9 +12,10 @@ from torch.utils.checkpoint import checkpoint
 from hf_quant import QuantizerConfig, QuantPlan, convert_qat_, prepare_qat_, quantize_
 from hf_quant.calibration import Calibration
 from hf_quant.kernels import dequantize
-from hf_quant.modules import QuantizedModule
+from hf_quant.modules import QuantizedModule, rotated
 from hf_quant.testing import all_scheme_fields, sqnr
 from hf_quant.training import QatModule
+from hf_quant.training.functions import input_as_seen
 
 
 ROTATED = {"weights": "int4", "input_transform": "hadamard"}
@@ -174,6 +175,38 @@ def test_the_gradients_are_those_of_the_equations():
     torch.testing.assert_close(layer.weight.grad, of_stored * inside)
     terms = of_stored * (level - inside * relative) * wide * 10
     torch.testing.assert_close(layer.qat_log_scale.grad, terms.view(96, -1, 32).sum(-1), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("fields", ["W4A16", "W4A8", ROTATED, {**ROTATED, "activations": "int8"}], ids=str)
+def test_second_derivatives_are_those_of_the_equations(fields):
+    """A gradient penalty; neither levels nor what is inside of the grid change with the weight or the scale."""
+    model, start = mlp(), inputs()
+    prepare_qat_(model, fields)
+    layer, scheme = model[0], model[0].qat.scheme
+    basis = rotated(torch.eye(160), scheme.input_transform)
+    parameters = [layer.weight, layer.qat_log_scale]
+
+    def product(x: Tensor) -> Tensor:
+        turned, weight, scale = x @ basis, layer.weight @ basis, layer.scale_of_rows("weight", 96)[0]
+        size = scheme.weight.columns_per_scale(160)
+        scale = scale.repeat_interleave(size, -1)[:, :160]
+        relative = (weight / scale).detach()
+        level = relative.round().clamp(-8, 7)
+        inside = (relative >= -8.5) & (relative <= 7.5)
+        stored = scale * level + inside * (weight - scale * relative)
+        return F.linear(turned + (input_as_seen(x, scheme) - turned).detach(), stored, layer.bias)
+
+    def penalty(forward) -> tuple[Tensor, ...]:
+        x = start.clone().requires_grad_()
+        gradients = torch.autograd.grad(forward(x).tanh().square().sum(), [x, *parameters], create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in gradients), [x, *parameters])
+
+    for found, expected in zip(penalty(layer), penalty(product), strict=True):
+        assert sqnr(found, expected) > 80
+    loss, names = lambda p: torch.func.functional_call(layer, p, (start,)).tanh().sum(), ("weight", "qat_log_scale")
+    found = torch.func.grad(loss)(dict(zip(names, parameters)))
+    for name, expected in zip(names, torch.autograd.grad(product(start).tanh().sum(), parameters)):
+        assert sqnr(found[name], expected) > 80
 
 
 def test_scales_change_by_a_factor_of_e_at_most_and_stay_stored_values():
