@@ -79,6 +79,7 @@ class CPUOffloadOptimizer(Optimizer):
             host_group = {"params": hosts, **_options_of(group)}
             if self._host is None:
                 self._host = self._cls([host_group], **self._options)
+                self.defaults = dict(self._host.defaults)  # by which schedulers know what it has
             else:
                 self._host.add_param_group(host_group)
         group.update(_options_of(self._host.param_groups[-1]))

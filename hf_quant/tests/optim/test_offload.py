@@ -182,6 +182,22 @@ def test_named_parameters_a_closure_and_a_later_group():
     assert optimizer.param_groups[1]["momentum"] == 0
 
 
+@pytest.mark.parametrize("cls", [AdamW8bit, torch.optim.SGD])
+def test_schedules_change_its_momentum(cls):
+    options, found = {"momentum": 0.9} if cls is torch.optim.SGD else {"min_size": 64}, []
+    alone, offloaded = network(), network()
+    for model, make in ((alone, cls), (offloaded, lambda p, **k: CPUOffloadOptimizer(p, cls, **k))):
+        optimizer = make(model.parameters(), lr=1e-3, **options)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=4)
+        for _ in range(3):
+            model(BATCH).float().square().mean().backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        found.append(optimizer.param_groups[0]["momentum" if "momentum" in options else "betas"])
+    assert found[0] == found[1] and same(offloaded, alone)
+
+
 def test_refusals():
     with pytest.raises(ValueError, match="states is 'int5'"):
         CPUOffloadOptimizer(network().parameters(), AdamW4bit.__base__.__base__, states="int5")
