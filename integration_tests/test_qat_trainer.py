@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, Trainer, TrainingArguments
@@ -217,6 +217,28 @@ def test_evaluation_without_labels_gives_the_loss_of_all_tokens(tmp_path):
     assert (found.predictions == expected.predictions).all()
 
 
+def test_embeddings_in_the_place_of_tokens(tmp_path):
+    """Without labels and without a mask all positions count."""
+    training = distiller(prepared(), tmp_path)
+    table = build("llama", torch.float32).get_input_embeddings().weight.detach()
+    found = training.evaluate([{"inputs_embeds": table[ids]} for ids in IDS[:4]])["eval_loss"]
+    expected = training.evaluate([{"input_ids": ids, "labels": ids} for ids in IDS[:4]])["eval_loss"]
+    assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_learned_prompts_are_no_tokens_of_the_batch(tmp_path):
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model = get_peft_model(quantize_(build("llama", torch.float32), "int2"), config)
+    training = distiller(model, tmp_path, start_step=None)
+    found = training.evaluate(DATA[:4])["eval_loss"]
+    with torch.no_grad():
+        student, target = (m(input_ids=IDS[:4]).logits[:, -24:-1].log_softmax(-1) for m in (model, training.teacher))
+    terms = nn.functional.kl_div(student, target, log_target=True, reduction="none").sum(-1)
+    assert found == pytest.approx(terms[LABELS[:4, 1:] != -100].mean().item(), rel=1e-4)
+    training.train()
+    assert len(losses(training)) == 4
+
+
 def test_the_loss_is_divided_by_the_tokens_that_are_predicted(tmp_path):
     """Trainer counts the first token, too, where the class of a model is not named ...ForCausalLM."""
     model, teacher = build("gpt2", torch.float32), build("gpt2", torch.float32, seed=1)
@@ -276,6 +298,8 @@ def test_refusals(tmp_path):
         late.train()
     with pytest.raises(ValueError, match="the teacher is the model that is trained"):
         DistillTrainer(model, arguments(tmp_path), teacher=model, train_dataset=DATA)
+    with pytest.raises(ValueError, match="teacher is a str; needs a torch.nn.Module"):
+        DistillTrainer(model, arguments(tmp_path), teacher="llama", train_dataset=DATA)
     with pytest.raises(ValueError, match="has an encoder beside its decoder"):
         DistillTrainer(build("t5"), arguments(tmp_path), teacher=build("t5"), train_dataset=DATA)
     with pytest.raises(ValueError, match="label_smoothing_factor has no effect"):

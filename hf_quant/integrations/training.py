@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_quant.kernels.adam_step.op import STATES
+from hf_quant.modules import check_model
 from hf_quant.optim import AdamW
 from hf_quant.training import QatModule, distillation_loss
 
@@ -124,12 +125,13 @@ class DistillTrainer(Trainer):
         others: as Trainer takes them.
 
     Raises:
-        ValueError: the teacher is the model itself, the model has an encoder beside its decoder, a loss of its own or
-            label smoothing is asked for, or one of both does something to its logits that is not known; the latter is
-            found in the first step.
+        ValueError: the teacher is no model or the model itself, the model has an encoder beside its decoder, a loss of
+            its own or label smoothing is asked for, or one of both does something to its logits that is not known; the
+            latter is found in the first step.
     """
 
     def __init__(self, *args: Any, teacher: nn.Module, chunk: int = 1024, **options: Any) -> None:
+        check_model(teacher, "teacher")
         super().__init__(*args, **options)
         if teacher is self.model:
             raise ValueError("the teacher is the model that is trained: load another copy of it")
@@ -167,7 +169,8 @@ class DistillTrainer(Trainer):
             for part, found, hidden, of in zip((student, self.teacher), heads, states, (outputs, of_teacher)):
                 _check_head(part, found(hidden[:, -1:]), of.logits[:, -1:])
             self._heads_are_checked = True
-        hidden, teacher_hidden = (part[:, :-1] for part in states)
+        # Learned prompts of PEFT are positions before those of the batch.
+        hidden, teacher_hidden = (part[:, -mask.shape[1] : -1] for part in states)
         counted = {"mask": mask[:, 1:], "chunk": self.chunk, "num_items": num_items_in_batch}
         loss = distillation_loss(hidden, teacher_hidden, *heads, **counted)
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
@@ -184,7 +187,7 @@ class DistillTrainer(Trainer):
         """Return loss, logits and labels of a batch; without labels, which Trainer needs for a loss, None for them."""
         if "labels" in inputs:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        marked = {**inputs, "labels": torch.where(_counted(inputs), inputs["input_ids"], -100)}
+        marked = {**inputs, "labels": torch.where(_counted(inputs), 0, -100)}
         loss, logits, _ = super().prediction_step(model, marked, prediction_loss_only, ignore_keys)
         return loss, logits, None
 
@@ -195,7 +198,8 @@ def _counted(inputs: dict[str, Any]) -> Tensor:
         return inputs["labels"] != -100
     if inputs.get("attention_mask") is not None:
         return inputs["attention_mask"] != 0
-    return torch.ones_like(inputs["input_ids"], dtype=torch.bool)
+    tokens = inputs["inputs_embeds"][..., 0] if inputs.get("input_ids") is None else inputs["input_ids"]
+    return torch.ones_like(tokens, dtype=torch.bool)
 
 
 def output_head(model: nn.Module) -> Callable[[Tensor], Tensor]:

@@ -43,10 +43,10 @@ def derive_class(
     return _CLASSES[host_class]
 
 
-def check_model(model: Any) -> None:
-    """Raise ValueError if a model is none: the name of one, a pipeline, ..."""
+def check_model(model: Any, argument: str = "model") -> None:
+    """Raise ValueError if a model is none: the name of one, a pipeline, ...; `argument` is what it was given as."""
     if not isinstance(model, nn.Module):
         raise ValueError(
-            f"model is a {type(model).__name__}; needs a torch.nn.Module: what from_pretrained of a model's class "
-            "returns, or a part of a pipeline, such as pipe.transformer"
+            f"{argument} is a {type(model).__name__}; needs a torch.nn.Module: what from_pretrained of a model's "
+            "class returns, or a part of a pipeline, such as pipe.transformer"
         )
