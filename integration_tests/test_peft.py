@@ -323,6 +323,18 @@ def test_a_start_needs_the_weights_that_were_quantized():
     for wrong in (quantized("int4"), build("gpt2", torch.float32)):
         with pytest.raises(ValueError, match="the reference has no 16-bit layer model.layers.0.self_attn.q_proj"):
             loftq_init_(model, wrong)
+    with pytest.raises(ValueError, match="reference is a str; needs a torch.nn.Module"):
+        loftq_init_(model, "llama")
+    with pytest.raises(ValueError, match="q_proj.weight of the reference is on the meta device"):
+        loftq_init_(model, copy.deepcopy(reference).to("meta"))
+    broken = copy.deepcopy(reference)
+    broken.model.layers[1].mlp.down_proj.weight.data[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="down_proj.weight of the reference contains NaN"):
+        loftq_init_(model, broken)
+    merged = get_peft_model(quantized("int4"), lora)
+    merged.merge_adapter()
+    with pytest.raises(ValueError, match=r"has the adapters \['default'\] in its weight"):
+        loftq_init_(merged, reference)
     dora = get_peft_model(quantized("int4"), LoraConfig(r=4, target_modules="all-linear", use_dora=True))
     with pytest.raises(ValueError, match="has DoRA"):
         loftq_init_(dora, reference)

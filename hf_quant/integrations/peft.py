@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_quant.integrations.wrapping import wrap_once
-from hf_quant.modules import STORED_NAMES, QuantizedModule, packed_key, uncounted_weights
+from hf_quant.modules import STORED_NAMES, QuantizedModule, check_model, packed_key, uncounted_weights
+from hf_quant.quantize import check_weight
 from hf_quant.training import WRAPPERS
 
 
@@ -67,9 +68,12 @@ def loftq_init_(model: nn.Module, reference: nn.Module, *, adapter_name: str = "
         adapter_name: as PEFT knows it.
 
     Raises:
-        ValueError: no quantized linear layer has this adapter, one has DoRA, whose magnitudes would be wrong, or the
-            reference has no such layer of the same shape in 16 bit. The model is then unchanged.
+        ValueError: no quantized linear layer has this adapter, one has DoRA, whose magnitudes would be wrong, or has
+            merged adapters, or the reference is no model, or has no such layer of the same shape in 16 bit, loaded and
+            without NaN or inf. The model is then unchanged.
     """
+    check_model(model)
+    check_model(reference, "reference")
     known = dict(reference.named_modules())
     found: dict[str, tuple[Any, QuantizedModule, Tensor]] = {}
     for name, layer in model.named_modules():
@@ -80,11 +84,17 @@ def loftq_init_(model: nn.Module, reference: nn.Module, *, adapter_name: str = "
             continue
         if getattr(layer, "use_dora", {}).get(adapter_name):
             raise ValueError(f"{name} has DoRA, whose magnitudes are those of its first start: take plain LoRA")
+        if layer.merged:
+            raise ValueError(
+                f"{name} has the adapters {layer.merged_adapters} in its weight: quantize the reference anew, and "
+                "give it the adapter then"
+            )
         own = name.removeprefix("base_model.model.")
         other = known.get(own)
         weight = None if isinstance(other, QuantizedModule) else getattr(other, "weight", None)
         if weight is None or weight.shape != base.weight_shape("weight"):
             raise ValueError(f"the reference has no 16-bit layer {own} of shape {base.weight_shape('weight')}")
+        check_weight(weight, f"{own}.weight of the reference")
         found[own] = (layer, base, weight)
     if not found:
         raise ValueError(f"no quantized linear layer of this {type(model).__name__} has a LoRA named {adapter_name!r}")
