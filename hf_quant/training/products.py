@@ -23,7 +23,7 @@ from hf_quant.kernels import (
     int8_scaled_mm,
     quantize_two_way,
 )
-from hf_quant.kernels.dispatch import is_plain
+from hf_quant.kernels.dispatch import is_plain, is_transformed
 from hf_quant.kernels.two_way.op import filled_up
 
 
@@ -104,6 +104,15 @@ def ternary_codes(weight: Tensor, scale: Tensor) -> Tensor:
     return (weight.float() / scale).round().clamp(-1, 1).to(torch.int8)
 
 
+def _check_transforms() -> None:
+    """Raise ValueError inside of transforms of torch.func and in forward mode, for which there are no rules."""
+    if not torch.compiler.is_compiling() and is_transformed():
+        raise ValueError(
+            "layers that train by products in 8 bits have gradients by backward() and torch.autograd.grad alone, not "
+            "inside of torch.func (grad, vmap, jvp, ...) or forward mode: finish_training_ the model before these"
+        )
+
+
 def may_keep(x: Tensor) -> bool:
     """True if what is computed from a tensor now may serve a later call: nothing traces or captures this one."""
     if torch.compiler.is_compiling() or not is_plain(x) or x.is_inference():
@@ -158,6 +167,7 @@ def product(
     in_low_bits: whether the output, the gradient of x and the gradient of the weight are. `codes`: those of the weight
     now; None: they are computed. source: the tensor that x was cast from, by which products share the codes of x.
     """
+    _check_transforms()
     output, grad_input, grad_weight = in_low_bits
     grad_weight = grad_weight and RECIPES[recipe].grad_weight
     columns = grad_weight and weight.requires_grad and torch.is_grad_enabled()
@@ -222,6 +232,7 @@ def grouped_product(
     Rows offsets[e - 1] to offsets[e] belong to expert e; those behind the last give zeros. bias: [E, N]. All three
     products are in low bits, and the host does not read how many rows an expert has.
     """
+    _check_transforms()
     return _GroupedProduct.apply(x, weight, bias, offsets, recipe, codes)
 
 

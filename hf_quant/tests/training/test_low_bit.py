@@ -122,6 +122,13 @@ def test_second_derivatives_are_refused():
         grad.sum().backward()
 
 
+def test_transforms_of_torch_func_are_refused():
+    prepare_training_(model := mlp(), min_size=1)
+    for derive in (lambda f: torch.func.grad(lambda x: f(x).sum()), torch.vmap, torch.func.jacfwd):
+        with pytest.raises(ValueError, match="not inside of torch.func .* finish_training_ the model before these"):
+            derive(model)(inputs().detach())
+
+
 def test_without_gradients_nothing_is_kept():
     model, x = mlp(), inputs().detach()
     prepare_training_(model, min_size=1)
