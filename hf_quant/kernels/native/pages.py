@@ -8,6 +8,7 @@ from collections import Counter
 from functools import cache
 from itertools import chain
 from pathlib import Path
+from time import monotonic
 
 from torch import nn
 
@@ -20,6 +21,7 @@ _HUGEPAGE, _COLLAPSE = 14, 25  # of madvise(2)
 _READ_WRITE, _PRIVATE_ANONYMOUS = 3, 0x22  # of mmap(2)
 _TO_A_PLACE = 3  # of mremap(2): MREMAP_MAYMOVE, MREMAP_FIXED
 _FAILED = ctypes.c_void_p(-1).value
+_SECONDS, _SECONDS_PER_BYTE = 0.5, 5e-9  # to move weights, at most: 20 times what a system with free memory takes
 
 
 def _is_wanted() -> bool:
@@ -70,7 +72,15 @@ def use_huge_pages(model: nn.Module) -> int:
     of_files = _of_files(pages, size)
     if 4 * size * len(of_files) > _memory_left():
         of_files = set()
-    return size * sum(_copy(page, size) if page in of_files else _join(page, size) for page in pages)
+    moved, until = 0, monotonic() + _SECONDS + _SECONDS_PER_BYTE * size * len(pages)
+    for page in pages:
+        if page in of_files:
+            moved += _copy(page, size)
+        elif monotonic() < until:
+            moved += _join(page, size)
+        else:  # the system has to make room first: when it has time
+            _libc().madvise(page, size, _HUGEPAGE)
+    return size * moved
 
 
 @cache
