@@ -69,6 +69,8 @@ def use_huge_pages(model: nn.Module) -> int:
         for page in range(begin // size, -(-(begin + count) // size)):
             filled[page * size] += min(begin + count, (page + 1) * size) - max(begin, page * size)
     pages = [page for page, count in filled.items() if 4 * count >= 3 * size]
+    if not pages:
+        return 0
     of_files = _of_files(pages, size)
     if 4 * size * len(of_files) > _memory_left():
         of_files = set()
