@@ -34,6 +34,7 @@ _ADAPTERS = {
     "transformers.quantizers.auto": "hf_quant.integrations.transformers.quantizer",
     "transformers.modeling_utils": "hf_quant.integrations.transformers.saving",
     "diffusers.quantizers.auto": "hf_quant.integrations.diffusers.quantizer",
+    "diffusers.hooks.faster_cache": "hf_quant.integrations.diffusers.faster_cache",
     "diffusers.quantizers.pipe_quant_config": "hf_quant.integrations.diffusers.parts",
     "diffusers.models.modeling_utils": "hf_quant.integrations.diffusers.saving",
     "diffusers.hooks._helpers": "hf_quant.integrations.diffusers.skipping",

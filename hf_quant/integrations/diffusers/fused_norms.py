@@ -7,13 +7,10 @@ read them.
 
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from typing import Any
 
-import diffusers.hooks.faster_cache as faster_cache
 import torch
 from torch import Tensor, nn
 
-from hf_quant.integrations.wrapping import wrap_once
 from hf_quant.modules import QuantLinear
 from hf_quant.modules.inputs.lazy import LazyAct, LazyInput, LazyNorm
 
@@ -156,24 +153,3 @@ def _quantizes(module: nn.Module) -> bool:
     """Return True if a layer, or the layer inside of an adapter of PEFT, quantizes its input, at least on CPUs."""
     layer = getattr(module, "base_layer", module)
     return isinstance(layer, QuantLinear) and layer.scheme.activation_on("cpu") is not None
-
-
-def _with_tensors(host: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the hook of FasterCache around attention: it reads the size of a batch off an argument that is a Tensor."""
-
-    def new_forward(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return host(self, module, *map(_tensor, args), **{name: _tensor(value) for name, value in kwargs.items()})
-
-    return new_forward
-
-
-def _tensor(value: Any) -> Any:
-    return value.tensor() if isinstance(value, LazyInput) else value
-
-
-def register() -> None:
-    """Wrap that hook. Further calls do nothing."""
-    wrap_once(faster_cache.FasterCacheBlockHook, "new_forward", _with_tensors)
-
-
-register()

@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import re
 import sys
 from collections import Counter
 from functools import cache
@@ -24,19 +23,19 @@ _FAILED = ctypes.c_void_p(-1).value
 _SECONDS, _SECONDS_PER_BYTE = 0.5, 5e-9  # to move weights, at most: 20 times what a system with free memory takes
 
 
-def _is_wanted() -> bool:
+def _read_variable() -> str:
     wanted = os.environ.get(VARIABLE) or "on"  # set to nothing is not set
-    if wanted not in ("on", "off"):
-        raise ValueError(f"the environment variable {VARIABLE} is {wanted!r}; allowed: on, off")
-    return wanted == "on"
+    if wanted not in ("on", "off", "copy"):
+        raise ValueError(f"the environment variable {VARIABLE} is {wanted!r}; allowed: on, off, copy")
+    return wanted
 
 
-_wanted = _is_wanted()  # when this is imported, before anything is quantized
+_wanted = _read_variable()  # when this is imported, before anything is quantized
 
 
 def page_size() -> int:
     """Bytes of a huge page, 0 if there are none: not on Linux, turned off there, or by HF_QUANT_HUGE_PAGES=off."""
-    if not _wanted or sys.platform != "linux":
+    if _wanted == "off" or sys.platform != "linux":
         return 0
     try:
         if "[never]" in (_SETTINGS / "enabled").read_text():
@@ -53,8 +52,8 @@ def use_huge_pages(model: nn.Module) -> int:
     streamed. Pages are joined where weights fill three quarters of a huge one, so that little memory is added to what
     is there. Linux moves about 4 GB a second, from version 6.1 on; older ones get to it when they have time.
 
-    Tensors of a checkpoint that was quantized before are pages of its file. If they take no more than a quarter of the
-    memory that is left, copies take the places of these pages, which other processes then do not share.
+    Tensors of a checkpoint that was quantized before are pages of its file. With HF_QUANT_HUGE_PAGES=copy copies take
+    the places of these, which are memory of this process alone.
     """
     size = page_size()
     if not size:
@@ -69,14 +68,10 @@ def use_huge_pages(model: nn.Module) -> int:
         for page in range(begin // size, -(-(begin + count) // size)):
             filled[page * size] += min(begin + count, (page + 1) * size) - max(begin, page * size)
     pages = [page for page, count in filled.items() if 4 * count >= 3 * size]
-    if not pages:
-        return 0
-    of_files = _of_files(pages, size)
-    if 4 * size * len(of_files) > _memory_left():
-        of_files = set()
+    copied = _of_files(pages, size) if pages and _wanted == "copy" else set()
     moved, until = 0, monotonic() + _SECONDS + _SECONDS_PER_BYTE * size * len(pages)
     for page in pages:
-        if page in of_files:
+        if page in copied:
             moved += _copy(page, size)
         elif monotonic() < until:
             moved += _join(page, size)
@@ -130,16 +125,3 @@ def _of_files(pages: list[int], size: int) -> set[int]:
             begin, end = (int(bound, 16) for bound in bounds.split("-"))
             found |= {page for page in pages if begin <= page and page + size <= end}
     return found
-
-
-def _memory_left() -> int:
-    """Bytes of memory that the system, or the container, has left."""
-    left = [1024 * int(re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())[1])]
-    for names in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
-        try:
-            most, taken = (Path("/sys/fs/cgroup", name).read_text().strip() for name in names)
-        except OSError:  # of the other version of control groups, or none
-            continue
-        if most != "max":
-            left.append(int(most) - int(taken))
-    return min(left)

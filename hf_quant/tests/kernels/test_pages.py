@@ -35,23 +35,25 @@ def mapped(path: Path) -> nn.Module:
     return layers
 
 
-@pytest.mark.parametrize("kind", ["memory", "memory of a system that takes long", "file", "file with little memory"])
+@pytest.mark.parametrize("kind", ["memory", "memory of a system that takes long", "file", "file that is copied"])
 def test_weights_move_and_stay_what_they_are(model, kind, monkeypatch, tmp_path):
     if not pages.page_size():
         pytest.skip("this system has no huge pages")
     if "file" in kind:
         model = mapped(tmp_path / "weights")
-    if "little" in kind:
-        monkeypatch.setattr(pages, "_memory_left", lambda: 64 << 20)
+    monkeypatch.setattr(pages, "_wanted", "copy" if "copied" in kind else "on")
     if "long" in kind:
         monkeypatch.setattr(pages, "_SECONDS", -1)
     kept, addresses = [p.clone() for p in model.parameters()], [p.data_ptr() for p in model.parameters()]
     moved = use_huge_pages(model)
     assert moved <= sum(weight.nbytes for weight in kept)
-    assert moved >= 16 << 20 if kind == "file" else joined() >= moved if kind == "memory" else moved == 0
+    if "long" in kind:
+        assert moved == 0
+    elif kind != "file":  # some file systems have huge pages of their own
+        assert joined() >= moved >= (16 << 20 if "copied" in kind else 0)
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), kept))
     assert [p.data_ptr() for p in model.parameters()] == addresses
-    if kind == "file":
+    if "file" in kind:
         with torch.no_grad():
             model[3].weight.zero_()
         assert (tmp_path / "weights").read_bytes() == torch.cat(kept).detach().numpy().tobytes()
@@ -66,7 +68,7 @@ def test_quantize_moves_them(model, monkeypatch):
 
 @pytest.mark.parametrize("setting", ["off", "never", "missing"])
 def test_systems_and_users_without(model, monkeypatch, tmp_path, setting):
-    monkeypatch.setattr(pages, "_wanted", setting != "off")
+    monkeypatch.setattr(pages, "_wanted", "off" if setting == "off" else "on")
     monkeypatch.setattr(pages, "_SETTINGS", tmp_path)
     if setting != "missing":
         (tmp_path / "enabled").write_text("always madvise [never]" if setting == "never" else "[always] madvise never")
@@ -75,9 +77,9 @@ def test_systems_and_users_without(model, monkeypatch, tmp_path, setting):
 
 
 def test_values_of_the_variable(monkeypatch):
-    for value, wanted in (("", True), ("on", True), ("off", False)):
+    for value, wanted in (("", "on"), ("on", "on"), ("off", "off"), ("copy", "copy")):
         monkeypatch.setenv(pages.VARIABLE, value)
-        assert pages._is_wanted() == wanted
+        assert pages._read_variable() == wanted
     monkeypatch.setenv(pages.VARIABLE, "2MB")
-    with pytest.raises(ValueError, match="HF_QUANT_HUGE_PAGES is '2MB'; allowed: on, off"):
-        pages._is_wanted()
+    with pytest.raises(ValueError, match="HF_QUANT_HUGE_PAGES is '2MB'; allowed: on, off, copy"):
+        pages._read_variable()
