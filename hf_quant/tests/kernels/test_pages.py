@@ -49,8 +49,10 @@ def test_weights_move_and_stay_what_they_are(model, kind, monkeypatch, tmp_path)
     assert moved <= sum(weight.nbytes for weight in kept)
     if "long" in kind:
         assert moved == 0
-    elif kind != "file":  # some file systems have huge pages of their own
-        assert joined() >= moved >= (16 << 20 if "copied" in kind else 0)
+    elif kind == "memory":  # those of files may be few, or of the file system
+        assert joined() >= moved
+    elif "copied" in kind:
+        assert moved >= 16 << 20
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), kept))
     assert [p.data_ptr() for p in model.parameters()] == addresses
     if "file" in kind:
