@@ -31,8 +31,7 @@ class FakeQuantize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        arguments = (grad, *ctx.saved_tensors, ctx.format, ctx.group_size)
-        of_weight, of_scale = _of_gradient(FakeQuantizeBackward, grad, *arguments)
+        of_weight, of_scale = _of_gradient(FakeQuantizeBackward, grad, *ctx.saved_tensors, ctx.format, ctx.group_size)
         return of_weight, of_scale, None, None, None
 
 
@@ -99,7 +98,7 @@ class InBasis(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return _of_gradient(RotatedBack, grad, grad, ctx.transform).to(ctx.dtype), None
+        return _of_gradient(RotatedBack, grad, ctx.transform).to(ctx.dtype), None
 
 
 class RotatedBack(torch.autograd.Function):
@@ -142,14 +141,14 @@ class _Input(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return _of_gradient(RotatedBack, grad, grad, ctx.transform), None, None
+        return _of_gradient(RotatedBack, grad, ctx.transform), None, None
 
 
 def _of_gradient(function: type[torch.autograd.Function], grad: Tensor, *arguments: Any) -> Any:
-    """Apply a function to arguments, of which one is a gradient, as a part of the graph if that is in one."""
+    """Apply a function to a gradient and further arguments, as a part of the graph if the gradient is in one."""
     if not torch.compiler.is_compiling() and (grad.requires_grad or is_transformed()):
-        return function.apply(*arguments)
-    return function.forward(*arguments)
+        return function.apply(grad, *arguments)
+    return function.forward(grad, *arguments)
 
 
 def input_as_seen(x: Tensor, scheme: LinearScheme) -> Tensor:
