@@ -22,6 +22,10 @@ static bool exact_in_bf16(const float* levels, int count) {
   return true;
 }
 
+static bool streams_levels(const Product& p) {
+  return has_few_rows(p) && FixedPlanes<ByF32<WideLevels>, false>::serves(p);
+}
+
 static bool matmul(const Product& p) {
   if (p.compute == BY_INT8) return p.layout == PACKED4 ? Matmul<Int4ByInt8>(p).run() : Matmul<Int8ByInt8>(p).run();
   switch (p.layout) {
@@ -29,8 +33,8 @@ static bool matmul(const Product& p) {
     case PACKED3: return multiply_in_fixed_point<Packed3>(p) || Matmul<ByF32<Levels<Packed3>>>(p).run();
     case PACKED4:
       if (multiply_in_fixed_point<Packed4>(p)) return true;
-      return exact_in_bf16(p.levels, 16) ? Matmul<ByF32<Levels<Packed4>>>(p).run()
-                                         : Matmul<ByF32<WideLevels>>(p).run();
+      if (has_integers(p) || (exact_in_bf16(p.levels, 16) && !streams_levels(p))) return Matmul<ByF32<Levels<Packed4>>>(p).run();
+      return Matmul<ByF32<WideLevels>>(p).run();
     case PACKED6: return Matmul<ByF32<ManyLevels<Packed6, 4>>>(p).run();
     case BYTES_FLOAT: return Matmul<ByF32<ManyLevels<Bytes, 8>>>(p).run();
     default: return multiply_in_fixed_point<Bytes>(p) || Matmul<ByF32<Integers>>(p).run();

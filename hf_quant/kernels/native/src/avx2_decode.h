@@ -177,13 +177,49 @@ struct Levels {
 
 struct NoTable {};
 
+// 16 levels as words, for which `columns` products fit 32 bits, as bytes to look up.
+struct LevelWords {
+  __m256i lower, upper;
+  float unit;  // the level of 1
+  int bits;    // of the fixed point that they meet
+
+  LevelWords(const float* levels, int64_t columns) {
+    int16_t words[16];
+    const LevelsAsWords as_words(levels, 16, columns, words);
+    alignas(16) uint8_t bytes[2][16];
+    for (int i = 0; i < 16; ++i) {
+      bytes[0][i] = static_cast<uint8_t>(words[i]);
+      bytes[1][i] = static_cast<uint8_t>(words[i] >> 8);
+    }
+    lower = in_both(bytes[0]);
+    upper = in_both(bytes[1]);
+    unit = as_words.unit;
+    bits = as_words.bits;
+  }
+  // 32 bytes of codes -> those of even columns, those of odd ones, ordered so that `of` leaves columns that are neighbours
+  // in the same elements of two vectors.
+  HFQ_INLINE void planes(const uint8_t* from, __m256i* to) {
+    const __m256i order = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
+    const __m256i codes = _mm256_shuffle_epi8(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)), order);
+    to[0] = _mm256_and_si256(codes, _mm256_set1_epi8(15));
+    to[1] = _mm256_and_si256(_mm256_srli_epi16(codes, 4), _mm256_set1_epi8(15));
+  }
+  // The levels of 32 codes: those of the first 8 bytes of either half, those of the others.
+  HFQ_METHOD void of(__m256i codes, __m256i* to) const {
+    const __m256i low = _mm256_shuffle_epi8(lower, codes), high = _mm256_shuffle_epi8(upper, codes);
+    to[0] = _mm256_unpacklo_epi8(low, high);
+    to[1] = _mm256_unpackhi_epi8(low, high);
+  }
+};
+
 // 16 levels in fp32, as those of nf4.
 struct WideLevels {
   using Loader = Packed4;
   using Table = NoTable;
   __m256i byte[4];
+  LevelWords words;
 
-  explicit WideLevels(const Product& p) {
+  explicit WideLevels(const Product& p) : words(p.levels, 8) {
     alignas(16) uint8_t bytes[16];
     for (int b = 0; b < 4; ++b) {
       for (int i = 0; i < 16; ++i) bytes[i] = static_cast<uint8_t>(float_to_bits(p.levels[i]) >> (8 * b));

@@ -35,11 +35,12 @@ class Matmul {
     if constexpr (!C::FIXED)
       for (int half = 0; half < 2; ++half)
         for (int b = 0; b < 16; ++b) from_[C::place(half, b)] = static_cast<uint8_t>(16 * half + L::code(b));
-    in_pairs_ = std::is_same<C, Int4ByInt8>::value && has_few_rows(p) && Int4Pairs::serves(p, runs_);
+    if constexpr (kIsInt4) in_vectors_ = has_few_rows(p) && Int4Pairs<false>::serves(p, runs_);
+    if constexpr (kIsInt8) in_fours_ = FourOfInt8<C>::serves(p, runs_);
     if constexpr (kHasPlanes) {
-      in_planes_ = has_few_rows(p) && Planes<C>::serves(p);
-      in_fixed_ = has_few_rows(p) && (FixedPlanes<C, false>::serves(p) || FixedPlanes<C, true>::serves(p));
-      if (in_planes_ || in_fixed_) plane_groups_ = Planes<C>::groups_of(p);
+      in_planes_ = L::BYTES <= 16 && has_few_rows(p) && Planes<C>::serves(p);
+      in_vectors_ = has_few_rows(p) && (FixedPlanes<C, false>::serves(p) || FixedPlanes<C, true>::serves(p));
+      if (in_planes_ || in_vectors_) plane_groups_ = Planes<C>::groups_of(p);
     }
   }
 
@@ -81,7 +82,9 @@ class Matmul {
 #else
   static constexpr bool kStreams = false;
 #endif
-  static constexpr bool kHasPlanes = !C::INTEGER && (L::BYTES <= 16 || kStreams);  // at most 4 bits a code, or integers
+  static constexpr bool kIsInt4 = std::is_same<C, Int4ByInt8>::value, kIsInt8 = std::is_same<C, Int8ByInt8>::value;
+  // At most 4 bits a code, or integers.
+  static constexpr bool kHasPlanes = !C::INTEGER && (L::BYTES <= 16 || std::is_same<C, ByF32<Integers>>::value);
   static constexpr int64_t kMostPlanes = 4;
 
   int64_t group_of(int64_t k) const { return p_.groups == 1 ? 0 : min64(k / p_.group_size, p_.groups - 1); }
@@ -119,17 +122,17 @@ class Matmul {
         memset(codes + p_.K, 0, static_cast<size_t>(units_ * kUnit - p_.K));
         add_sums(codes, i);
         char* to = x_.rows + i * x_.stride;
-        in_pairs_ ? Int4Pairs::reorder(codes, units_, to) : reorder(codes, to);
+        in_vectors_ ? Int4Pairs<false>::reorder(codes, units_, to) : reorder(codes, to);
       } else {
         float* values = reinterpret_cast<float*>(natural);
         memset(values + (units_ - 1) * kUnit, 0, kUnit * 4);
         load_floats(x, dtype, 0, p_.K, values);
         float* to = reinterpret_cast<float*>(x_.rows + i * x_.stride);
         if constexpr (kHasPlanes) {
-          if (in_fixed_) {
+          if (in_vectors_) {
             char* packed = reinterpret_cast<char*>(to);
-            return p_.zero == nullptr ? FixedPlanes<C, false>::pack(p_, values, packed)
-                                      : FixedPlanes<C, true>::pack(p_, values, packed);
+            return p_.zero == nullptr ? FixedPlanes<C, false>::pack(p_, c_, values, packed)
+                                      : FixedPlanes<C, true>::pack(p_, c_, values, packed);
           }
           if (in_planes_) return Planes<C>::reorder(values, units_, to);
         }
@@ -177,8 +180,8 @@ class Matmul {
         }
         *groups += half[h];
       }
-      if (in_pairs_) {
-        halves[Int4Pairs::place_of_sum(u, runs_.length)] += half[0] + half[1];
+      if (kIsInt4 && in_vectors_) {
+        halves[Int4Pairs<false>::place_of_sum(u, runs_.length)] += half[0] + half[1];
         continue;
       }
       if (C::OFFSET == 128) {
@@ -226,7 +229,7 @@ class Matmul {
     const bool in_blocks = s.count > 1 || (!C::INTEGER && x.stride > kAloneX);
     if (in_blocks) x.ahead = 2 * p.row_bytes;
     const int64_t fit = in_blocks ? kStreamedX / (s.count * C::V * 32) : units_;
-    const int64_t whole = max64(p.groups == 1 ? 1 : runs_.length, in_planes_ || in_fixed_ ? kMostPlanes : 1);
+    const int64_t whole = max64(p.groups == 1 ? 1 : runs_.length, kHasPlanes && (in_planes_ || in_vectors_) ? kMostPlanes : 1);
     const int64_t block = max64(fit / whole, 1) * whole;
     // The scales of all rows are converted at once where there is one block, or one row of x, else row by row.
     const bool at_once = (s.count == 1 || block >= units_) && p.scale_rows == 1 && p.scale_stride == p.groups;
@@ -234,7 +237,7 @@ class Matmul {
     float* memory = static_cast<float*>(thread_scratch(2, static_cast<size_t>(2 * num_scales + 16) * 4));
     if (memory == nullptr) return false;
     const Weight weight = weight_of(p, s.expert);
-    float* floats = in_fixed_ && p.zero != nullptr ? memory + num_scales + 8 : nullptr;  // zero points
+    float* floats = in_vectors_ && p.zero != nullptr ? memory + num_scales + 8 : nullptr;  // zero points
     if (at_once) {
       const int64_t first_scale = scale_of_row(p, weight, n);
       load_floats(p.scale, p.scale_dtype, first_scale, num_scales, memory);
@@ -242,18 +245,16 @@ class Matmul {
     }
     float out[kStreamed][kStreamRows] = {};
     int64_t begin = n;
-    if ((in_pairs_ || in_fixed_) && at_once && !in_blocks) {  // four rows of the weight share what is read of x
+    if ((in_vectors_ || in_fours_) && at_once && !in_blocks) {  // four rows of the weight share what is read of x
       x.ahead = max64(kAhead, 4 * p.row_bytes);
       for (; begin + 4 <= end; begin += 4) {
         const uint8_t* codes = weight.qdata + begin * p.row_bytes;
         const int64_t own = (begin - n) * p.groups;
-        auto run = [&](const auto& rows) { rows.template run<4, 1>(s.first, 0, units_, out[begin - n], kStreamRows); };
-        if constexpr (!kHasPlanes) {
-          run(Int4Pairs{p, runs_, x, codes, memory + own});
-        } else if (floats == nullptr) {
-          run(FixedPlanes<C, false>{p, plane_groups_, x, codes, memory + own, nullptr});
+        if constexpr (kIsInt8) {
+          FourOfInt8<C>{p, runs_, x, codes, memory + own}.run(s.first, out[begin - n], kStreamRows);
         } else {
-          run(FixedPlanes<C, true>{p, plane_groups_, x, codes, memory + own, floats + own});
+          auto run = [&](const auto& rows) { rows.template run<4, 1>(s.first, 0, units_, out[begin - n], kStreamRows); };
+          in_vectors(p, x, codes, memory + own, floats == nullptr ? nullptr : floats + own, run);
         }
       }
     }
@@ -274,31 +275,35 @@ class Matmul {
         const uint8_t* zeros = p.zero == nullptr ? nullptr : p.zero + first_scale;
         const uint8_t* codes = weight.qdata + row * p.row_bytes;
         const int64_t until = min64(u + block, units_);
+        auto run = [&](const auto& rows) { run_rows(rows, s.first, s.count, u, until, out[row - n]); };
+        if (in_vectors_) {
+          in_vectors(p, x, codes, scales, own_zeros, run);
+          continue;
+        }
         if constexpr (kHasPlanes) {
-          if (in_fixed_ && zeros == nullptr) {
-            const FixedPlanes<C, false> fixed{p, plane_groups_, x, codes, scales, nullptr};
-            run_rows(fixed, s.first, s.count, u, until, out[row - n]);
-            continue;
-          }
-          if (in_fixed_) {
-            const FixedPlanes<C, true> fixed{p, plane_groups_, x, codes, scales, own_zeros};
-            run_rows(fixed, s.first, s.count, u, until, out[row - n]);
-            continue;
-          }
           if (in_planes_) {
-            run_rows(Planes<C>{p, c_, plane_groups_, x, codes, scales}, s.first, s.count, u, until, out[row - n]);
+            run(Planes<C>{p, c_, plane_groups_, x, codes, scales});
             continue;
           }
         }
-        if (in_pairs_) {
-          run_rows(Int4Pairs{p, runs_, x, codes, scales}, s.first, s.count, u, until, out[row - n]);
-        } else {
-          run_rows(Stream<C>{p, c_, runs_, x, codes, scales, zeros}, s.first, s.count, u, until, out[row - n]);
-        }
+        run(Stream<C>{p, c_, runs_, x, codes, scales, zeros});
       }
     }
     store(p, s, first, n, end, weight, out);
     return true;
+  }
+
+  // Calls `run` with rows of the weight whose codes come in whole vectors; `zeros`: nullptr without zero points.
+  template <class Run>
+  void in_vectors(const Product& p, const PackedX& x, const uint8_t* codes, const float* scales, const float* zeros,
+                  const Run& run) const {
+    if constexpr (kIsInt4) {
+      zeros == nullptr ? run(Int4Pairs<false>{p, runs_, x, codes, scales, zeros})
+                       : run(Int4Pairs<true>{p, runs_, x, codes, scales, zeros});
+    } else if constexpr (kHasPlanes) {
+      zeros == nullptr ? run(FixedPlanes<C, false>{p, c_, plane_groups_, x, codes, scales, zeros})
+                       : run(FixedPlanes<C, true>{p, c_, plane_groups_, x, codes, scales, zeros});
+    }
   }
 
   // Sums of rows n..end of the weight, scaled by what is left, to y.
@@ -362,7 +367,7 @@ class Matmul {
   PackedX x_{};
   Segment* segments_ = nullptr;
   PlaneGroups plane_groups_;
-  bool in_pairs_, in_planes_ = false, in_fixed_ = false;
+  bool in_vectors_ = false, in_fours_ = false, in_planes_ = false;
   uint8_t from_[kUnit];  // where each element of a packed unit of x comes from
 };
 

@@ -105,32 +105,48 @@ struct Planes {
   }
 };
 
-// The same where codes are integers and x is bf16: x in fixed point of 16 bits, as two bytes, with a power of two for
-// the 4, 8 or 16 columns whose products meet in an element of a sum. What lies within 2**-7 of their largest is exact,
-// the rest to 2**-15 of that; the sums are exact, zero points included. That takes half as many instructions for a weight
-// as fp32 does. ASYMMETRIC: with zero points.
+// The same where x is bf16 and codes are integers, or levels of 4 bits: x in fixed point of 16 bits, as two bytes or a
+// word, with a power of two for the 4, 8 or 16 columns whose products meet in an element of a sum. What lies within 2**-7
+// of their largest is exact, the rest to 2**-15 of that; the sums are exact, zero points included. That takes half as many
+// instructions for a weight as fp32 does. ASYMMETRIC: with zero points.
 template <class C, bool ASYMMETRIC>
 struct FixedPlanes {
   using L = typename C::Loader;
   static constexpr int UNITS = L::PLANES, WIDTH = UNITS * kUnit, COLUMNS = 4 * UNITS;
   // Of packed x, for a vector of units: high and low bytes of each plane, then sums and units of 8 elements.
   static constexpr int64_t SUMS = 64 * UNITS, SCALES = SUMS + 32, BYTES = SCALES + 32;
+  // Levels are words, which `LevelsAsWords` explains. So are codes of 8 bits without dot products of bytes, because the sum
+  // of two products of bytes does not fit 16 bits.
+  static constexpr bool LEVELS = std::is_same<C, ByF32<WideLevels>>::value;
+#ifdef HFQ_DOT_BYTES
+  static constexpr bool WORDS = LEVELS;
+#else
+  static constexpr bool WORDS = LEVELS || UNITS == 1;
+#endif
   const Product& p;
+  const C& c;
   const PlaneGroups& groups;
   const PackedX& x;
   const uint8_t* row;
   const float *scales, *zeros;
 
   static bool serves(const Product& p) {
-    return p.x_dtype == BF16 && Planes<C>::fits(p) && (p.zero != nullptr) == ASYMMETRIC && has_integers(p);
+    return p.x_dtype == BF16 && Planes<C>::fits(p) && (p.zero != nullptr) == ASYMMETRIC && (LEVELS ? !ASYMMETRIC : has_integers(p));
   }
 
-  static void pack(const Product& p, const float* values, char* to) {
-    const int32_t offset = ASYMMETRIC ? 1 : UNITS == 1 ? 128 : static_cast<int32_t>(-p.levels[0]);
-    for (int64_t k = 0; k < p.K; k += WIDTH, values += WIDTH, to += BYTES) pack_vector(values, offset, to);
+  static void pack(const Product& p, const C& c, const float* values, char* to) {
+    const int32_t offset = ASYMMETRIC ? 1 : WORDS ? 0 : UNITS == 1 ? 128 : static_cast<int32_t>(-p.levels[0]);
+    float unit = 1.0f;
+    if constexpr (LEVELS) unit = c.words.unit;
+    for (int64_t k = 0; k < p.K; k += WIDTH, values += WIDTH, to += BYTES) pack_vector(values, offset, unit, to);
   }
 
-  static void pack_vector(const float* values, int32_t offset, char* to) {
+  // The word that column `i` of element `e` is.
+  static constexpr int word_of(int e, int i) {
+    return LEVELS ? i % 2 * 32 + i / 4 * 16 + 2 * e + i / 2 % 2 : i % 2 * 16 + 2 * e + i / 2;
+  }
+
+  static void pack_vector(const float* values, int32_t offset, float unit, char* to) {
     int32_t sums[8];
     float units[8];
     for (int e = 0; e < 8; ++e) {
@@ -141,7 +157,7 @@ struct FixedPlanes {
         top = bits > top ? bits : top;
       }
       const FixedPoint fixed(top, 15);
-      units[e] = fixed.step;
+      units[e] = fixed.step * unit;
       float kept[COLUMNS];
       if (!fixed.is_finite) {
         keep_infinite(own, COLUMNS, kept);
@@ -151,9 +167,13 @@ struct FixedPlanes {
       for (int i = 0; i < COLUMNS; ++i) {
         const int32_t nearest = static_cast<int32_t>(float_to_bits(own[i] * fixed.inverse + 12582912.0f)) - 0x4B400000;
         const int32_t value = nearest > 32639 ? 32639 : nearest, high = (value + 128) >> 8;  // both fit 8 bits
-        char* at = to + i % UNITS * 64 + 4 * e + i / UNITS;
-        at[0] = static_cast<char>(high);
-        at[32] = static_cast<char>(value - 256 * high);
+        if constexpr (WORDS) {
+          reinterpret_cast<int16_t*>(to)[word_of(e, i)] = static_cast<int16_t>(value);
+        } else {
+          char* at = to + i % UNITS * 64 + 4 * e + i / UNITS;
+          at[0] = static_cast<char>(high);
+          at[32] = static_cast<char>(value - 256 * high);
+        }
         sums[e] -= offset * value;
       }
     }
@@ -165,6 +185,22 @@ struct FixedPlanes {
 
   // The products of a vector of codes with packed x, in each element those of COLUMNS columns, less `zero` times x.
   HFQ_METHOD __m256 dot(const __m256i (&planes)[UNITS], const char* own, __m256 zero) const {
+    if constexpr (LEVELS) {
+      __m256i sum = _mm256_setzero_si256();
+#pragma GCC unroll 2
+      for (int s = 0; s < UNITS; ++s) {
+        __m256i words[2];
+        c.words.of(planes[s], words);
+        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(words[0], load_vector(own + 64 * s)));
+        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(words[1], load_vector(own + 64 * s + 32)));
+      }
+      return _mm256_cvtepi32_ps(sum);
+    }
+    if constexpr (WORDS) {
+      const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(planes[0], 8), 8), odd = _mm256_srai_epi16(planes[0], 8);
+      return _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_madd_epi16(even, load_vector(own)),
+                                                 _mm256_madd_epi16(odd, load_vector(own + 32))));
+    }
     if constexpr (!ASYMMETRIC) return _mm256_cvtepi32_ps(dot(planes, own, load_vector(own + SUMS)));
     const __m256 products = _mm256_cvtepi32_ps(dot(planes, own, _mm256_setzero_si256()));
     return _mm256_fmadd_ps(as_float(load_vector(own + SUMS)), zero, products);
@@ -220,8 +256,12 @@ struct FixedPlanes {
           const uint8_t* codes = from + r * p.row_bytes;
           prefetch_codes(codes + x.ahead);
           __m256i planes[UNITS];
-          L::planes(codes, planes);
-          if (UNITS == 1) planes[0] = unsigned_codes<L>(planes[0]);
+          if constexpr (LEVELS) {
+            c.words.planes(codes, planes);
+          } else {
+            L::planes(codes, planes);
+          }
+          if (UNITS == 1 && !WORDS) planes[0] = unsigned_codes<L>(planes[0]);
 #pragma GCC unroll 4
           for (int i = 0; i < MB; ++i) {
             const char* own = from_x + i * x.stride;

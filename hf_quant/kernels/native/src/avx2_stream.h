@@ -61,20 +61,21 @@ HFQ_INLINE void add_rows(const __m256 (&y)[R][MB], float* out, int64_t room) {
   }
 }
 
-// Codes of 4 bits without zero points, in groups of 32, 64 or 128 columns, with integer x: two units at a time, the
-// first in the lower half of a vector. A byte has two neighbours, so that x lies with the even columns of both units
-// before the odd ones. That takes half as many instructions for a weight as a unit at a time.
+// Codes of 4 bits in groups of 32, 64 or 128 columns with integer x: two units at a time, the first in the lower half of a
+// vector. A byte has two neighbours, so that x lies with the even columns of both units before the odd ones. That takes half
+// as many instructions for a weight as a unit at a time. ASYMMETRIC: with zero points, as fp32.
+template <bool ASYMMETRIC>
 struct Int4Pairs {
   const Product& p;
   const Runs& runs;
   const PackedX& x;
   const uint8_t* row;
-  const float* scales;
+  const float *scales, *zeros;
 
   static bool serves(const Product& p, const Runs& runs) {
     const bool is_short = runs.length == 1 || runs.length == 2 || runs.length == 4;
     const bool is_whole = p.K % (max64(2, runs.length) * kUnit) == 0;
-    return p.groups > 1 && runs.aligned && is_short && is_whole && p.zero == nullptr;
+    return p.groups > 1 && runs.aligned && is_short && is_whole;
   }
   static void reorder(const int8_t* values, int64_t units, char* to) {
     const __m256i apart = _mm256_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15,  //
@@ -100,15 +101,19 @@ struct Int4Pairs {
     const uint8_t* from = row + u * 16;
     const char* from_x = x.rows + first * x.stride + u * kUnit;
     const int32_t* sums = x.half_sums + first * runs.count * 8 + place_of_sum(u, LENGTH);
-    const float* scale = scales + u / LENGTH;
+    int64_t g = u / LENGTH;
     const __m256i low = _mm256_set1_epi8(15);
-    const __m256i twice = _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1);
+    auto of_groups = [&](const float* of_row) HFQ_LAMBDA {
+      if (LENGTH > 1) return _mm256_broadcast_ss(of_row);
+      const __m256 two = _mm256_castsi256_ps(_mm256_set1_epi64x(load<int64_t>(of_row, 0)));
+      return _mm256_permutevar8x32_ps(two, _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1));
+    };
     __m256 y[R][MB];
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
       for (int i = 0; i < MB; ++i) y[r][i] = _mm256_setzero_ps();
-    for (; u < end; u += 2 * PAIRS, sums += 8, scale += LENGTH == 1 ? 2 : 1) {
+    for (; u < end; u += 2 * PAIRS, sums += 8, g += LENGTH == 1 ? 2 : 1) {
       __m256i part[R][MB];  // of 16 bits, or with dot products of bytes of 32
 #pragma GCC unroll 2
       for (int pair = 0; pair < PAIRS; ++pair, from += 32, from_x += 2 * kUnit) {
@@ -121,7 +126,7 @@ struct Int4Pairs {
           for (int i = 0; i < MB; ++i) {
             const char* of_row = from_x + i * x.stride;
 #ifdef HFQ_DOT_BYTES
-            if (pair == 0) part[r][i] = load_vector(sums + i * runs.count * 8);
+            if (pair == 0) part[r][i] = ASYMMETRIC ? _mm256_setzero_si256() : load_vector(sums + i * runs.count * 8);
             part[r][i] = dot_bytes(dot_bytes(part[r][i], even, load_vector(of_row)), odd, load_vector(of_row + kUnit));
 #else
             const __m256i own = _mm256_add_epi16(_mm256_maddubs_epi16(even, load_vector(of_row)),
@@ -133,16 +138,18 @@ struct Int4Pairs {
       }
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
-        const float* own = scale + r * p.groups;
-        const __m256 two = _mm256_castsi256_ps(_mm256_set1_epi64x(load<int64_t>(own, 0)));
-        const __m256 factor = LENGTH == 1 ? _mm256_permutevar8x32_ps(two, twice) : _mm256_broadcast_ss(own);
+        const __m256 factor = of_groups(scales + r * p.groups + g);
 #pragma GCC unroll 4
         for (int i = 0; i < MB; ++i) {
           __m256i sum = part[r][i];
+          const __m256i of_x = load_vector(sums + i * runs.count * 8);
 #ifndef HFQ_DOT_BYTES
-          sum = _mm256_add_epi32(_mm256_madd_epi16(sum, _mm256_set1_epi16(1)), load_vector(sums + i * runs.count * 8));
+          sum = _mm256_madd_epi16(sum, _mm256_set1_epi16(1));
+          if (!ASYMMETRIC) sum = _mm256_add_epi32(sum, of_x);
 #endif
-          y[r][i] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), factor, y[r][i]);
+          __m256 product = _mm256_cvtepi32_ps(sum);  // exact, as are its parts
+          if (ASYMMETRIC) product = _mm256_fmadd_ps(_mm256_cvtepi32_ps(of_x), of_groups(zeros + r * p.groups + g), product);
+          y[r][i] = _mm256_fmadd_ps(product, factor, y[r][i]);
         }
       }
     }
@@ -160,6 +167,52 @@ struct Int4Pairs {
   template <int MB>
   void run(int64_t first, int64_t u, int64_t end, float* out) const {
     run<1, MB>(first, u, end, out, 0);
+  }
+};
+
+// Codes of 8 bits without zero points, in whole units and groups of them, with one row of integer x, which four rows of the
+// weight share.
+template <class C>
+struct FourOfInt8 {
+  const Product& p;
+  const Runs& runs;
+  const PackedX& x;
+  const uint8_t* row;
+  const float* scales;
+
+  static bool serves(const Product& p, const Runs& runs) { return runs.aligned && p.K % kUnit == 0 && p.zero == nullptr; }
+
+  // As `Int4Pairs::run`, of all units; of one group sums that are not scaled, as `Stream::run`.
+  void run(int64_t first, float* out, int64_t room) const {
+    const uint8_t* from = row;
+    const char* from_x = x.rows + first * x.stride;
+    const int32_t* half_sums = x.half_sums + first * runs.count * 8;
+    __m256i part[4];
+    __m256 y[4][1];
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; ++r) y[r][0] = _mm256_setzero_ps();
+    for (int64_t g = 0; g < runs.count; ++g) {
+      const __m256i begin = C::OFFSET == 0 ? C::zero() : load_vector(half_sums + g * 8);
+#pragma GCC unroll 4
+      for (int r = 0; r < 4; ++r) part[r] = begin;
+      const int64_t units = min64(runs.length, p.K / kUnit - g * runs.length);  // the last group may be shorter
+      for (int64_t u = 0; u < units; ++u, from += C::Loader::BYTES, from_x += C::V * 32) {
+#pragma GCC unroll 4
+        for (int r = 0; r < 4; ++r) {
+          typename C::Value value[C::V];
+          prefetch_codes(from + r * p.row_bytes + x.ahead);
+          C::values(C::Loader::load(from + r * p.row_bytes), {}, value);
+#pragma GCC unroll 2
+          for (int j = 0; j < C::V; ++j) part[r] = C::dot(part[r], load_vector(from_x + j * 32), value[j]);
+        }
+      }
+      if (p.groups == 1) break;
+#pragma GCC unroll 4
+      for (int r = 0; r < 4; ++r)
+        y[r][0] = _mm256_fmadd_ps(C::to_float(part[r]), _mm256_broadcast_ss(scales + r * p.groups + g), y[r][0]);
+    }
+    if (p.groups > 1) return add_rows<4, 1>(y, out, room);
+    for (int r = 0; r < 4; ++r) out[r * room] = bits_to_float(static_cast<uint32_t>(reduce(part[r])));
   }
 };
 
