@@ -36,7 +36,8 @@ static bool matmul(const Product& p) {
       if (has_integers(p) || (exact_in_bf16(p.levels, 16) && !streams_levels(p))) return Matmul<ByF32<Levels<Packed4>>>(p).run();
       return Matmul<ByF32<WideLevels>>(p).run();
     case PACKED6: return Matmul<ByF32<ManyLevels<Packed6, 4>>>(p).run();
-    case BYTES_FLOAT: return Matmul<ByF32<ManyLevels<Bytes, 8>>>(p).run();
+    case BYTES_FLOAT:
+      return E4m3::has_levels(p.levels) ? Matmul<ByF32<E4m3>>(p).run() : Matmul<ByF32<ManyLevels<Bytes, 8>>>(p).run();
     default: return multiply_in_fixed_point<Bytes>(p) || Matmul<ByF32<Integers>>(p).run();
   }
 }

@@ -284,6 +284,49 @@ struct ManyLevels {
   }
 };
 
+// float8_e4m3fn, by arithmetic: bf16 has the same bits, and an exponent that is 120 larger, but for the codes below 8, which
+// have no leading bit, and for NaN.
+struct E4m3 {
+  using Loader = Bytes;
+  using Table = NoTable;
+  __m256i top, small_low, small_high;  // the high byte by sign and exponent; what differs for small codes
+
+  static bool has_levels(const float* levels) {
+    for (uint32_t code = 0; code < 127; ++code)
+      if (levels[code] != value_of(code)) return false;
+    return levels[127] != levels[127];
+  }
+  explicit E4m3(const Product&) {
+    alignas(16) uint8_t bytes[3][16] = {};
+    for (uint32_t i = 0; i < 16; ++i) bytes[0][i] = static_cast<uint8_t>((i & 8) << 4 | (0x3C + (i & 7)));
+    for (uint32_t code = 0; code < 8; ++code) {
+      const uint32_t differs = float_to_bits(value_of(code)) >> 16 ^ (0x3C00 + (code << 4));
+      bytes[1][8 + code] = static_cast<uint8_t>(differs);
+      bytes[2][8 + code] = static_cast<uint8_t>(differs >> 8);
+    }
+    top = in_both(bytes[0]);
+    small_low = in_both(bytes[1]);
+    small_high = in_both(bytes[2]);
+  }
+  HFQ_METHOD Table table(int, int = 0) const { return {}; }
+  HFQ_METHOD void values(__m256i codes, Table, __m256* value) const {
+    // 8 to 15 for the codes below 8, from 128 on, which finds no entry, for the others; 247 for NaN.
+    const __m256i index = _mm256_add_epi8(_mm256_and_si256(codes, _mm256_set1_epi8(127)), _mm256_set1_epi8(0x78));
+    const __m256i exponent = _mm256_and_si256(_mm256_srli_epi16(codes, 4), _mm256_set1_epi8(15));
+    const __m256i mantissa = _mm256_and_si256(_mm256_slli_epi16(codes, 4), _mm256_set1_epi8(-16));
+    const __m256i lower = _mm256_xor_si256(mantissa, _mm256_shuffle_epi8(small_low, index));
+    __m256i upper = _mm256_xor_si256(_mm256_shuffle_epi8(top, exponent), _mm256_shuffle_epi8(small_high, index));
+    upper = _mm256_or_si256(upper, _mm256_cmpeq_epi8(index, _mm256_set1_epi8(-9)));
+    widen(_mm256_unpacklo_epi8(lower, upper), value);
+    widen(_mm256_unpackhi_epi8(lower, upper), value + 2);
+  }
+
+ private:
+  static float value_of(uint32_t code) {
+    return code < 8 ? static_cast<float>(code) / 512.0f : bits_to_float((code << 20) + (120u << 23));
+  }
+};
+
 struct Integers {
   using Loader = Bytes;
   using Table = NoTable;
