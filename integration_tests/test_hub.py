@@ -2,9 +2,10 @@
 
 A model of transformers by LFS in one part, in several, and by Xet; in shards; on a branch; in a private
 repository; over a connection that broke while sending, and one that broke while receiving; after an upload that failed
-half-way; a tokenizer; a model of diffusers with a variant; a pipeline of diffusers by LFS and by Xet, and a subfolder
-of it; a quantized model pushed again from where it was pulled. A process does several steps, because to import the
-hosts takes longer than a step. `hf-quant quantize --push` is in test_push_command.py.
+half-way; in shards where a whole file was, and the reverse; a tokenizer; a model of diffusers with a variant; a
+pipeline of diffusers by LFS and by Xet, and a subfolder of it; a quantized model pushed again from where it was
+pulled. A process does several steps, because to import the hosts takes longer than a step. `hf-quant quantize --push`
+is in test_push_command.py.
 """
 
 import hashlib
@@ -78,6 +79,8 @@ for _ in range(2):
 model.push_to_hub("me/parts")
 model.push_to_hub("me/shards", max_shard_size="20KB")
 other = quantize_(build("llama").bfloat16(), "int8")
+other.push_to_hub("me/whole-then-shards")
+model.push_to_hub("me/whole-then-shards", max_shard_size="20KB")
 HfApi().create_branch("me/model", branch="v2")
 other.push_to_hub("me/model", revision="v2")
 model.push_to_hub("me/secret", private=True)
@@ -96,6 +99,9 @@ except HfHubHTTPError as error:
     refused = error.response.status_code
 pipe = pipeline()
 pipe.transformer.push_to_hub("me/transformer", variant="q")
+for part, name in ((pipe.transformer, "shards-then-whole"), (pipe, "pipeline")):
+    part.save_pretrained(name, push_to_hub=True, repo_id=f"me/{name}", private=True, max_shard_size="100KB")
+pipe.transformer.push_to_hub("me/shards-then-whole")
 pipe.push_to_hub("me/pipeline", private=True)
 print(json.dumps({"model": digest(model.state_dict()), "other": digest(other.state_dict()),
                   "transformer": digest(pipe.transformer.state_dict()), "pipe": of_pipeline(pipe),
@@ -109,6 +115,7 @@ def pulled(name, **options):
     return digest(AutoModelForCausalLM.from_pretrained(f"me/{name}", **options).state_dict())
 
 found = {name: pulled(name) for name in ("model", "parts", "shards", "secret", "dropped", "cut", "broken")}
+found["whole-then-shards"] = pulled("whole-then-shards")
 found["v2"] = pulled("model", revision="v2")
 again = AutoModelForCausalLM.from_pretrained("me/model")
 again.push_to_hub("me/again")
@@ -117,6 +124,8 @@ found["tokens"] = AutoTokenizer.from_pretrained("me/model")("The first three pri
 options = {"torch_dtype": torch.bfloat16}
 transformer = FluxTransformer2DModel.from_pretrained("me/transformer", variant="q", **options)
 found["transformer"] = digest(transformer.state_dict())
+transformer = FluxTransformer2DModel.from_pretrained("me/shards-then-whole", **options)
+found["shards-then-whole"] = digest(transformer.state_dict())
 transformer = FluxTransformer2DModel.from_pretrained("me/pipeline", subfolder="transformer", **options)
 found["subfolder"] = digest(transformer.state_dict())
 found["pipe"] = of_pipeline(FluxPipeline.from_pretrained("me/pipeline", tokenizer=None, tokenizer_2=None, **options))
@@ -142,10 +151,10 @@ def test_lfs(asset_model_dir, tmp_path):
         check_pushes(hub, pushed)
         sent = len(hub.requests)
         pulled = run(hub, tmp_path, PULL, home="second")
-        models = ("model", "parts", "shards", "secret", "dropped", "cut", "broken", "again")
+        models = ("model", "parts", "shards", "secret", "dropped", "cut", "broken", "again", "whole-then-shards")
         assert {pulled[name] for name in models} == {pushed["model"]}
         assert pulled["v2"] == pushed["other"] != pushed["model"]
-        assert pulled["transformer"] == pulled["subfolder"] == pushed["transformer"]
+        assert pulled["transformer"] == pulled["subfolder"] == pulled["shards-then-whole"] == pushed["transformer"]
         assert pulled["pipe"] == pushed["pipe"] and pulled["tokens"] == pushed["tokens"]
         assert set(pulled["errors"]) == {"secret", "pipeline"}
         # The connection that broke: the rest was asked for, or all of it, and no file twice but this one.
@@ -166,6 +175,11 @@ def check_pushes(hub: Hub, pushed: dict[str, str]) -> None:
     assert len(hub.asked("PUT", r"/lfs/me/parts/.*/\d+$")) > 2
     assert len([name for name in hub.files("me/shards") if name.endswith(".safetensors")]) > 2
     assert hub.repositories["me/secret"].private and hub.repositories["me/pipeline"].private
+    # Files of an earlier upload that hosts would load instead of the newer ones are gone, and no others.
+    assert "model.safetensors" not in hub.files("me/whole-then-shards")
+    assert not [name for name in hub.files("me/shards-then-whole") if "index" in name]
+    assert not [name for name in hub.files("me/pipeline") if "safetensors.index" in name]
+    assert [name for name in hub.files("me/pipeline") if "-of-" in name]
     # After the failure, only what the Hub did not have was sent.
     uploads = hub.asked("PUT", "/lfs/me/broken/")
     stored = Counter(request.path for request in uploads if request.status == 200)

@@ -1,12 +1,21 @@
-"""Remove what an earlier save has left in a directory: hosts keep a whole file beside new shards, or an old index.
+"""Remove what an earlier save or upload has left: hosts keep a whole file beside new shards, or an old index.
 
-transformers would then load the older weights without a word, and diffusers would look for shards that are gone.
+transformers would then load the older weights without a word, and so would diffusers from the Hub; in a directory it
+would look for shards that are gone.
 """
 
-from collections.abc import Iterator, Mapping
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+
+_logger = logging.getLogger("hf_quant")
+# "model.fp16.safetensors" is the whole file of the index "model.safetensors.index.fp16.json".
+_WHOLE = re.compile(r"(?P<stem>[^.]+)(?P<variant>\..+)?\.safetensors")
+_INDEX = re.compile(r"(?P<stem>[^.]+)\.safetensors\.index(?P<variant>\..+)?\.json")
 
 
 @contextmanager
@@ -39,3 +48,64 @@ def _written(file: Path) -> tuple[int, int] | None:
         return None
     status = file.stat()
     return status.st_ino, status.st_mtime_ns
+
+
+def upload_without_leftovers(
+    upload: Callable[[], Any], directory: Path | str, repo_id: str, given: Mapping[str, Any], *, folders: str = ""
+) -> Any:
+    """Upload a directory by `upload`; then delete, in its repository, an index beside a whole file, or the reverse.
+
+    In the directory itself the older one of such a pair is deleted before.
+    given: the other arguments of the host's method: `token`, `revision`, `subfolder`.
+    folders: "*/" for a pipeline, whose parts lie in folders.
+    Returns what `upload` returns. A deletion that fails is a warning: the upload is complete.
+    """
+    replaced = set()
+    for path in sorted(Path(directory).glob(f"{folders}*.safetensors*")):
+        other = _counterpart(path)
+        if other is None or not path.is_file():
+            continue
+        if _written_at(other) > _written_at(path):
+            path.unlink()
+            continue
+        other.unlink(missing_ok=True)
+        replaced.add("/".join(filter(None, (given.get("subfolder"), other.relative_to(directory).as_posix()))))
+    done = upload()
+    if replaced:
+        revision = getattr(done, "pr_revision", None) or given.get("revision")
+        _delete(repo_id, replaced, revision=revision, token=given.get("token"))
+    return done
+
+
+def _counterpart(file: Path) -> Path | None:
+    """The index of a whole file, the whole file of an index; None for a shard, and for what is neither."""
+    whole, index = _WHOLE.fullmatch(file.name), _INDEX.fullmatch(file.name)
+    if index is not None:
+        return file.with_name(f"{index['stem']}{index['variant'] or ''}.safetensors")
+    if whole is None or re.search(r"-\d{5}-of-\d{5}\.safetensors$", file.name):
+        return None
+    return file.with_name(f"{whole['stem']}.safetensors.index{whole['variant'] or ''}.json")
+
+
+def _written_at(file: Path) -> int:
+    return file.stat().st_mtime_ns if file.is_file() else 0
+
+
+def _delete(repo_id: str, files: set[str], *, revision: str | None, token: str | bool | None) -> None:
+    """Delete those of the files that a repository has."""
+    from huggingface_hub import CommitOperationDelete, HfApi
+    from huggingface_hub.errors import HTTPError
+
+    api = HfApi(token=token)
+    try:
+        held = sorted(files.intersection(api.list_repo_files(repo_id, revision=revision)))
+        if held:
+            deletions = [CommitOperationDelete(path_in_repo=file) for file in held]
+            message = "Delete weights that were replaced"
+            api.create_commit(repo_id, operations=deletions, commit_message=message, revision=revision)
+    except (HTTPError, OSError) as error:
+        _logger.warning(
+            "%s may still have %s of an earlier upload, which hosts load instead of what was uploaded now: delete it "
+            "(%s)",
+            *(repo_id, ", ".join(sorted(files)), error),
+        )

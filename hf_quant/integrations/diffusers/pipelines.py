@@ -1,4 +1,4 @@
-"""Casts of a diffusers pipeline with quantized parts, and the model card at the end of each upload of one.
+"""Casts of a diffusers pipeline with quantized parts, and the end of each upload of one: card, and files it replaces.
 
 A quantized model carries its own methods (see `methods`), but no hook runs when a pipeline is made. So the class of
 pipelines is wrapped; without quantized parts the host's methods run alone. `hf_quant._boot` imports this module after
@@ -12,8 +12,10 @@ import diffusers.pipelines.pipeline_utils as pipeline_utils
 import torch
 from torch import nn
 
+from hf_quant.integrations.leftovers import upload_without_leftovers
 from hf_quant.integrations.methods import WrappedMethod
 from hf_quant.integrations.wrapping import wrap_once
+from hf_quant.modules import QuantizedModule
 
 
 def register() -> None:
@@ -43,8 +45,14 @@ def _with_card(host: Callable[..., str]) -> Callable[..., str]:
             from hf_quant.cards import card_for_upload
 
             card_for_upload(self, working_dir, repo_id, token=kwargs.get("token"))
-        options = {} if subfolder is None else {"subfolder": subfolder}  # older versions do not have this argument
-        return host(self, working_dir, repo_id, *args, **options, **kwargs)
+        if subfolder is not None:  # older versions do not have this argument
+            kwargs["subfolder"] = subfolder
+        parts = (part for part in self.components.values() if isinstance(part, nn.Module))
+        if not any(isinstance(module, QuantizedModule) for part in parts for module in part.modules()):
+            return host(self, working_dir, repo_id, *args, **kwargs)
+        return upload_without_leftovers(
+            lambda: host(self, working_dir, repo_id, *args, **kwargs), working_dir, repo_id, kwargs, folders="*/"
+        )
 
     return upload_folder
 

@@ -37,6 +37,7 @@ from hf_quant.integrations.diffusers.refusals import (  # noqa: F401  (pickles o
 )
 from hf_quant.integrations.diffusers.rules import fitting, is_autoencoder, rules_within
 from hf_quant.integrations.foreign import explain_foreign_
+from hf_quant.integrations.leftovers import upload_without_leftovers
 from hf_quant.integrations.loading import (
     prepare_from_checkpoint,
     prepare_from_config,
@@ -385,7 +386,7 @@ def _write_card(model: nn.Module, host: Callable, working_dir: Any, repo_id: str
         from hf_quant.cards import card_for_upload
 
         card_for_upload(model, working_dir, repo_id, token=kwargs.get("token"))
-    return host(working_dir, repo_id, *args, **kwargs)
+    return upload_without_leftovers(lambda: host(working_dir, repo_id, *args, **kwargs), working_dir, repo_id, kwargs)
 
 
 def _move(model: nn.Module, host: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Module:

@@ -30,6 +30,7 @@ from hf_quant.calibration import TOKENIZERS, check_writer, is_file, needs_data, 
 from hf_quant.checkpoint import check_packed, guard_entry
 from hf_quant.config import RUNTIME_FIELDS, QuantizerConfig, QuantMethod
 from hf_quant.integrations.foreign import explain_foreign_, refuse_codes
+from hf_quant.integrations.leftovers import upload_without_leftovers
 from hf_quant.integrations.loading import (
     prepare_from_checkpoint,
     prepare_from_config,
@@ -359,7 +360,7 @@ def _write_card(model: nn.Module, host: Callable, working_dir: str, repo_id: str
     from hf_quant.cards import card_for_upload
 
     card_for_upload(model, working_dir, repo_id, token=kwargs.get("token"))
-    return host(working_dir, repo_id, *args, **kwargs)
+    return upload_without_leftovers(lambda: host(working_dir, repo_id, *args, **kwargs), working_dir, repo_id, kwargs)
 
 
 def _refuse_cast(model: nn.Module, host: Callable, *args: Any, **kwargs: Any) -> nn.Module:
