@@ -3,11 +3,11 @@
 import argparse
 import json
 import re
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from hf_quant._version import __version__
+from hf_quant.cli._arguments import Parser, positive, size
 
 
 if TYPE_CHECKING:
@@ -46,22 +46,10 @@ _FIELDS = (
 _MODULE_ENTRY = re.compile(r"(.+?)=([A-Za-z0-9_]+(?:,[a-z_]+=[A-Za-z0-9_.]+)*)")
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse's parser, with errors of one line. An empty argument is one: as a path it is the current directory."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        if "" in (sys.argv[1:] if args is None else args):
-            self.error("an argument is empty, as from a variable that is not set")
-        return super().parse_known_args(args, namespace)
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}; `{self.prog} --help` shows what is allowed\n")
-
-
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of `hf-quant`; `args.command` is (module of hf_quant.cli, function)."""
     style = argparse.RawDescriptionHelpFormatter
-    parser = _Parser(prog="hf-quant", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=style)
+    parser = Parser(prog="hf-quant", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=style)
     parser.add_argument("--version", action="version", version=f"hf-quant {__version__}")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--debug", action="store_true", help="show the traceback of errors, and the hosts' warnings")
@@ -96,7 +84,9 @@ def _add_quantize(commands, common) -> None:
     _add_scheme(parser, default="int8")
     _add_dtype(parser)
     parser.add_argument("--device", metavar="DEVICE", help="where to compute the quantization, e.g. cuda")
-    parser.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="of one file (default: 5GB)")
+    parser.add_argument(
+        "--max-shard-size", metavar="SIZE", type=size, default="5GB", help="of one file (default: 5GB)"
+    )
     parser.add_argument(
         "--force", action="store_true", help="replace the checkpoint in OUT, and with --push that in the repository"
     )
@@ -143,7 +133,7 @@ def _add_calibrate(commands, common) -> None:
         help="text in UTF-8, or token ids as .npy (default: text that the model writes itself)",
     )
     parser.add_argument(
-        "--tokens", type=_positive, default=32768, metavar="N", help="of it, spread over it (default: 32768)"
+        "--tokens", type=positive, default=32768, metavar="N", help="of it, spread over it (default: 32768)"
     )
     parser.add_argument("--device", metavar="DEVICE", help="to run on (default: cuda if there is one, else cpu)")
     _add_scheme(parser, default="int4")
@@ -166,12 +156,12 @@ def _add_eval(commands, common) -> None:
     parser.add_argument("--text", metavar="FILE", type=Path, required=True, help="text in UTF-8, or token ids as .npy")
     parser.add_argument(
         "--window",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="tokens per window (default: the model's, <= 2048, <= --max-tokens)",
     )
     parser.add_argument(
-        "--max-tokens", type=_positive, default=32768, metavar="N", help="read no more of the text (default: 32768)"
+        "--max-tokens", type=positive, default=32768, metavar="N", help="read no more of the text (default: 32768)"
     )
     _add_measured(parser)
 
@@ -180,10 +170,10 @@ def _add_bench(commands, common) -> None:
     help = "load time, prefill and decode speed and memory of a causal language model at batch 1"
     parser = _add_command(commands, common, "bench", ("_measure", "bench"), help)
     _add_model(parser)
-    parser.add_argument("--prompt-tokens", type=_positive, default=128, metavar="N", help="(default: 128)")
-    parser.add_argument("--new-tokens", type=_positive, default=32, metavar="N", help="(default: 32)")
-    parser.add_argument("--rounds", type=_positive, default=5, metavar="N", help="the median counts (default: 5)")
-    parser.add_argument("--threads", type=_positive, metavar="N", help="of torch on the CPU")
+    parser.add_argument("--prompt-tokens", type=positive, default=128, metavar="N", help="(default: 128)")
+    parser.add_argument("--new-tokens", type=positive, default=32, metavar="N", help="(default: 32)")
+    parser.add_argument("--rounds", type=positive, default=5, metavar="N", help="the median counts (default: 5)")
+    parser.add_argument("--threads", type=positive, metavar="N", help="of torch on the CPU")
     _add_measured(parser)
 
 
@@ -269,9 +259,9 @@ def _add_demo(commands, common) -> None:
     )
     parser.add_argument("--out", metavar="DIR", type=Path, default=Path("demo_output"), help="(default: demo_output)")
     parser.add_argument(
-        "--tokens", type=_positive, default=16384, metavar="N", help="of text to judge (default: 16384)"
+        "--tokens", type=positive, default=16384, metavar="N", help="of text to judge (default: 16384)"
     )
-    parser.add_argument("--rounds", type=_positive, default=5, metavar="N", help="of timing (default: 5)")
+    parser.add_argument("--rounds", type=positive, default=5, metavar="N", help="of timing (default: 5)")
 
 
 def _add_doctor(commands, common) -> None:
@@ -318,13 +308,13 @@ def _add_scheme(parser: argparse.ArgumentParser, default: str | None) -> None:
         "--bits", type=float, metavar="N", help="with --weights auto: bits per weight of the layers, scales included"
     )
     budget.add_argument("--gb", type=float, metavar="N", help="with --weights auto: size of the model, in 10**9 bytes")
-    group.add_argument("--context", type=_positive, metavar="N", help="with --gb: tokens whose KV cache counts, too")
+    group.add_argument("--context", type=positive, metavar="N", help="with --gb: tokens whose KV cache counts, too")
     group.add_argument("--max-kl", type=float, metavar="X", help="with --weights auto: bound on the predicted loss")
     group.add_argument(
         "--tokens" if default == "auto" else "--latency",
         dest="latency",
         nargs="*",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="with --weights auto: the fastest model on this machine, for calls of so many tokens (default: 1)",
     )
@@ -363,7 +353,7 @@ def _add_scheme(parser: argparse.ArgumentParser, default: str | None) -> None:
         "(default: text that the model writes itself)",
     )
     group.add_argument(
-        "--calibration-tokens", type=_positive, metavar="N", help="of the text, spread over it (default: 32768)"
+        "--calibration-tokens", type=positive, metavar="N", help="of the text, spread over it (default: 32768)"
     )
     symmetry = group.add_mutually_exclusive_group()
     symmetry.add_argument(
@@ -405,13 +395,6 @@ def parse_scheme(text: str) -> str | dict[str, Any]:
     return {"weights": format, **dict(_parse_field(field) for field in fields)} if fields else format
 
 
-def _positive(text: str) -> int:
-    """Parse a count of at least 1 from the command line."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
-    return int(text)
-
-
 def _parse_field(field: str) -> tuple[str, Any]:
     name, _, value = field.partition("=")
     try:
@@ -438,6 +421,8 @@ def config_from_args(args: argparse.Namespace) -> "QuantizerConfig":
     if "candidates" in fields:
         fields["candidates"] = [None if name.lower() == "none" else name for name in args.candidates]
     search = {"budget": _budget(args), "objective": _objective(args)}
+    if weights is not None and weights.lower() == "auto" and not any(search.values()):
+        raise ValueError("--weights auto needs what to search for: --bits N, --gb N, --max-kl X or --latency")
     return QuantizerConfig(weights, **fields, **search, modules=modules or None, calibration=_calibration(args))
 
 
