@@ -351,7 +351,9 @@ def test_custom_model(tmp_path):
 
 def test_quantized_dequantized_and_quantized_again(llama, tmp_path):
     model = load(llama, QuantizerConfig("int8"))
+    assert model.model_tags == ["hf_quant"]
     model.dequantize()
+    assert not model.model_tags
     quantize_(model, INT4)
     model.save_pretrained(tmp_path)
     reloaded = load(tmp_path)

@@ -416,6 +416,8 @@ def _observe(model: nn.Module, config: QuantizerConfig | None, given: QuantizerC
         tie_weights(model)
         if getattr(model, "hf_quantizer", None) is not None:
             model.hf_quantizer.remove_quantization_config(model)
+        if NAME in (getattr(model, "model_tags", None) or ()):
+            model.model_tags.remove(NAME)
         detach_methods(model, _WRAPPERS)
         generation.detach(model)
         return
