@@ -144,6 +144,11 @@ def _scan_shards(folder: Folder, index: str, names: set[str]) -> dict[str, dict[
 def _read_file(folder: Folder, file: str) -> dict[str, TensorInfo]:
     where = f"{folder.name}/{file}"
     data, size = folder.beginning(file, FIRST_BYTES)
+    if data.startswith(b"version https://git-lfs"):
+        raise ValueError(
+            f"{where} is a pointer of Git LFS, which stands for the weights: fetch them by `git lfs pull`, or by "
+            "`hf download`"
+        )
     length = int.from_bytes(data[:8], "little")
     if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
         raise ValueError(
