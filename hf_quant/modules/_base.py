@@ -46,6 +46,10 @@ _OWN_ATTRIBUTES = (
     "_hf_quantized_needs_local_tp",
     READY,
 )
+_OF_16_BIT = (
+    "The state dict has 16-bit weights for layers that hold codes: load it into the 16-bit model, and quantize that; "
+    "a training that is to be resumed begins with a model that was saved quantized."
+)
 
 
 def weight_property(name: str) -> property:
@@ -361,9 +365,13 @@ class QuantizedModule(StaticInput, nn.Module):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        for key in [f"{prefix}{name}" for name in self.weight_names]:
+        for name in self.weight_names:
+            key = f"{prefix}{name}"
             if key in unexpected_keys and state_dict[key].numel() == 0:  # see `checkpoint.guard_entry`
                 unexpected_keys.remove(key)
+            elif key in unexpected_keys and f"{prefix}{packed_key('qdata', name)}" not in state_dict:
+                if _OF_16_BIT not in error_msgs:
+                    error_msgs.append(_OF_16_BIT)
         clear_prepacked()  # what is loaded into shards is not counted as a change of the whole
         self.parameters_changed()
 

@@ -268,7 +268,10 @@ def entry(shape: Any, offsets: Any) -> bytes:
     ("content", "message"),
     [
         (b"1234567", "is truncated or not a safetensors file: 7 bytes"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 9\n", "Git LFS, .*: fetch them by `git lfs"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 9\n",
+            "Git LFS, .*: fetch them by `git lfs",
+        ),
         (put_together(b"{}", b"", 3), "10 bytes, with a header that claims 3"),
         (put_together(b'{"a":' + DEEP + b"}", b""), "is not JSON: "),
         (put_together(b'{"\xff":1}', b""), "is not JSON: 'utf-8' codec"),
