@@ -6,6 +6,7 @@ parameters (buffers are not offloaded or sharded by the hosts; floating-point on
 codes are stored as an integer view of their bits, on disk too.
 """
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -370,8 +371,7 @@ class QuantizedModule(StaticInput, nn.Module):
             if key in unexpected_keys and state_dict[key].numel() == 0:  # see `checkpoint.guard_entry`
                 unexpected_keys.remove(key)
             elif key in unexpected_keys and f"{prefix}{packed_key('qdata', name)}" not in state_dict:
-                if _OF_16_BIT not in error_msgs:
-                    error_msgs.append(_OF_16_BIT)
+                warnings.warn(_OF_16_BIT, stacklevel=2)  # no error: `strict=False` may be meant, and is not told here
         clear_prepacked()  # what is loaded into shards is not counted as a change of the whole
         self.parameters_changed()
 
