@@ -211,6 +211,28 @@ def test_every_fp8_scale(group_size, activation, instructions, calls):
     assert len(calls) == 4
 
 
+@pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_e5m2"])
+def test_every_fp8_code(format, instructions, calls):
+    """A row of x with one column picks a code of each row: every finite value comes out itself, and NaN is NaN."""
+    N, K = 70, 256
+    quant = TensorQuant(format, "row", scale_dtype="float32")
+    packed, options = random_packed(quant, N, K, 0), options_of(quant, N, K)
+    codes = (torch.arange(N)[:, None] * 11 + torch.arange(K)).to(torch.uint8).view(packed.qdata.dtype)
+    values = codes.float()
+    values[~values.isfinite()] = 0
+    packed.scale.fill_(1)
+    for M in (1, 4, 40):
+        for dtype in (torch.bfloat16, torch.float32):
+            picked = torch.arange(M) * 37 % K
+            packed.qdata.copy_(values.to(codes.dtype))
+            y = weight_only_mm(torch.eye(K, dtype=dtype)[picked], *packed, None, **options)
+            assert torch.equal(y.float(), values.t()[picked]), (M, dtype)
+            packed.qdata.view(torch.uint8)[3, 5], packed.qdata.view(torch.uint8)[69, 255] = 0x7F, 0xFF
+            y = weight_only_mm(torch.ones(M, K, dtype=dtype), *packed, None, **options)
+            assert y.isnan().sum() == 2 * M and y[:, (3, 69)].isnan().all()
+    assert len(calls) == 12
+
+
 def test_extreme_integers(instructions, calls):
     """With scales of one a result is the exact sum, rounded once to fp32; K is the largest whose sums fit int32."""
     for K, N in ((65536, 8), (4160, 70)):

@@ -166,13 +166,15 @@ struct ByFixed : IntegerSums {
 
 // The same of any levels of 4 bits, as words.
 struct LevelsByFixed : ByFixed<Packed4, 0> {
-  using Table = LevelWords;
+  struct Table {
+    __m256i lower, upper;  // bytes of the words
+  };
   static constexpr int64_t MOST_COLUMNS = 128;
 
   explicit LevelsByFixed(const Product& p) : ByFixed(p), words_(p.levels, p.groups == 1 ? MOST_COLUMNS : p.group_size) {}
   float unit() const { return words_.unit; }
   int x_bits() const { return words_.bits; }
-  HFQ_METHOD Table table(int, int = 0) const { return words_; }
+  HFQ_METHOD Table table(int, int = 0) const { return {words_.lower, words_.upper}; }
   HFQ_INLINE void values(__m256i codes, const Table& table, Value* value) {
     const __m256i lower = _mm256_shuffle_epi8(table.lower, codes), upper = _mm256_shuffle_epi8(table.upper, codes);
     const __m256i low = _mm256_set1_epi16(255);
