@@ -220,6 +220,18 @@ def test_every_loader(tmp_path, name, weights):
     assert_same_bytes(again.state_dict(), model.state_dict())
 
 
+@pytest.mark.parametrize("name", ["wan", "unet"])
+def test_a_model_saves_and_loads_its_own_adapter(tmp_path, name):
+    model, again = quantize_(make_model(name), "int8"), quantize_(make_model(name), "int8")
+    base = run(model, name)
+    model.add_adapter(LoraConfig(target_modules=["to_q", "to_v"], init_lora_weights=False))
+    y = run(model, name)
+    assert_sqnr(y, base, at_least=-5, at_most=24)
+    model.save_lora_adapter(tmp_path)
+    again.load_lora_adapter(tmp_path, prefix=None, use_safetensors=True)
+    assert torch.equal(run(again, name), y)
+
+
 @pytest.mark.parametrize("name", ["cogvideox", "sdxl"])
 def test_files_and_unfusing(tmp_path, name):
     cls, part = PIPELINES[name]

@@ -392,8 +392,8 @@ def _write_card(model: nn.Module, host: Callable, working_dir: Any, repo_id: str
 def _move(model: nn.Module, host: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
     """Wrap `to`: the host refuses any dtype, but pipelines name the one that a model has, too."""
     device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
-    if dtype is None:
-        return host(*args, **kwargs)
+    if dtype is None:  # `save_lora_adapter` gives dtype=None, and the host would refuse the word
+        return host(*args, **{name: value for name, value in kwargs.items() if name != "dtype"})
     if dtype != model.dtype:
         default = f". Of pipelines, from_pipe casts to float32 unless it is given dtype={model.dtype}"
         raise ValueError(
