@@ -18,7 +18,7 @@ from diffusers.hooks.layer_skip import LayerSkipConfig, apply_layer_skip  # noqa
 from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend, dispatch_attention_fn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
-from hf_quant.integrations.diffusers.attention import BACKEND, int8_sdpa, set_attention_  # noqa: E402
+from hf_quant.integrations.diffusers.attention import BACKEND, describe, int8_sdpa, set_attention_  # noqa: E402
 from hf_quant.tests.recording import Calls  # noqa: E402
 from integration_tests.support.tiny_architectures import ARCHITECTURES, Size  # noqa: E402
 from integration_tests.support.tiny_diffusion import load, make_inputs, make_model, run  # noqa: E402
@@ -347,6 +347,41 @@ def test_attention_of_models_that_have_none():
     with pytest.raises(ValueError, match="attention is 'int4'; allowed: None, 'int8'"):
         QuantizerConfig("int8", attention="int4")
     assert plan(make_model("flux"), QuantizerConfig("int8")).attention is None
+
+
+@torch.no_grad()
+def test_attention_by_the_dispatcher_without_a_backend_of_its_own():
+    if not hasattr(diffusers, "CosmosTransformer3DModel"):
+        pytest.skip(f"diffusers {diffusers.__version__} has no CosmosTransformer3DModel")
+    torch.manual_seed(0)
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 1, "mlp_ratio": 2, "text_embed_dim": 32}
+    latents = {"in_channels": 4, "out_channels": 4, "patch_size": (1, 2, 2), "max_size": (4, 32, 32)}
+    model = diffusers.CosmosTransformer3DModel(
+        **sizes, **latents, adaln_lora_dim=4, concat_padding_mask=False, extra_pos_embed_type=None
+    ).eval()
+    inputs = (torch.randn(1, 4, 1, 32, 32), torch.tensor([0.5]), torch.randn(1, 8, 32))  # 256 tokens
+    plain = model(*inputs).sample
+    assert plan(model, QuantizerConfig(None, attention="int8")).attention.startswith("attention: int8 scores in 2")
+    quantize_(model, QuantizerConfig(None, attention="int8"))
+    with Calls() as calls:
+        y = model(*inputs).sample
+    assert calls.counts == {"int8_attention": 1}  # cross attention has few keys
+    assert_sqnr(y, plain, at_least=20, at_most=90)
+    assert torch.equal(dequantize_(model)(*inputs).sample, plain)
+
+
+def test_attention_of_a_processor_that_takes_one_backend_alone():
+    if not hasattr(diffusers, "AnyFlowFARTransformer3DModel"):
+        pytest.skip(f"diffusers {diffusers.__version__} has no AnyFlowFARTransformer3DModel")
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 1, "ffn_dim": 32, "text_dim": 32}
+    model = diffusers.AnyFlowFARTransformer3DModel(**sizes, freq_dim=32, in_channels=4, out_channels=4)
+    quantize_(model, QuantizerConfig(None, attention="int8"))
+    block = model.blocks[0]  # whose self attention has masks for "flex"
+    assert [attn.processor._attention_backend for attn in (block.attn1, block.attn2)] == ["flex", BACKEND]
+    dequantize_(model)
+    assert [attn.processor._attention_backend for attn in (block.attn1, block.attn2)] == ["flex", None]
+    module = pytest.importorskip("diffusers.models.transformers.transformer_kandinsky6_sr", reason="new in 0.42")
+    assert describe(module.Kandinsky6SRAttention(64, 32)) is None  # it gives "flex" to the dispatcher
 
 
 def test_attention_is_of_the_denoiser(tmp_path, caplog):

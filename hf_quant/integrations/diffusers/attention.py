@@ -123,11 +123,19 @@ def _processors(model: nn.Module) -> Iterator[tuple[Any, bool]]:
         processor = getattr(module, "processor", None)
         if processor is None or not isinstance(module, Attention | MochiAttention | AttentionModuleMixin):
             continue
-        call = getattr(type(processor), "_hf_quant_host", type(processor)).__call__
         if hasattr(processor, "_attention_backend"):
-            yield processor, True
-        elif "scaled_dot_product_attention" in getattr(getattr(call, "__code__", None), "co_names", ()):
+            # A class that names a backend takes no other: its masks are made for that one (AnyFlow's, for "flex").
+            if getattr(type(processor), "_attention_backend", None) is None:
+                yield processor, True
+        elif _calls_torch(getattr(type(processor), "_hf_quant_host", type(processor))):
             yield processor, False
+
+
+def _calls_torch(cls: type) -> bool:
+    """Return True if a processor calls torch's attention, itself or by the dispatcher without a backend (Cosmos)."""
+    names = getattr(getattr(cls.__call__, "__code__", None), "co_names", ())
+    by_dispatcher = "dispatch_attention_fn" in names and "AttentionBackendName" not in names
+    return "scaled_dot_product_attention" in names or by_dispatcher
 
 
 def describe(model: nn.Module) -> str | None:
