@@ -97,6 +97,7 @@ def test_pipeline(tmp_path, capsys):
     make_flux_pipeline(torch.bfloat16).save_pretrained(source)
     printed = run(capsys, "quantize", source, out, "--weights", "int4", "--module", "*.attn.to_q=int8")
     assert printed.count(" modules quantized, ") == 3  # the plans of transformer, text_encoder, text_encoder_2
+    assert "left in 16 bit: vae: neither denoisers nor text encoders; to quantize such a model, too, give" in printed
     tables = run(capsys, "inspect", out)
     assert tables.count("modules quantized by hf_quant") == 3
     absent = {"tokenizer": None, "tokenizer_2": None}
@@ -121,6 +122,18 @@ def test_pipeline(tmp_path, capsys):
     assert "it has the parts text_encoder, text_encoder_2: name one of them" in capsys.readouterr().err
     assert main(["quantize", str(source / "vae"), str(tmp_path / "no"), "--weights", "int8"]) == 2
     assert "autoencoders stay in 16 bit" in capsys.readouterr().err and not (tmp_path / "no").exists()
+
+
+def test_a_denoiser_that_is_called_decoder(tmp_path, capsys):
+    pytest.importorskip("diffusers", reason="diffusers is an optional host")
+    from integration_tests.support.tiny_diffusion import make_flux_pipeline
+
+    make_flux_pipeline(torch.bfloat16).save_pretrained(tmp_path)
+    (tmp_path / "transformer").rename(tmp_path / "decoder")  # as Stable Cascade and unCLIP have it
+    index = tmp_path / "model_index.json"
+    index.write_text(index.read_text().replace('"transformer"', '"decoder"'))
+    assert "\ndecoder\n" in (printed := "\n" + run(capsys, "plan", tmp_path, "--weights", "int8"))
+    assert printed.count(" modules quantized, ") == 3
 
 
 def test_demo(asset_model_dir, tmp_path, capsys):

@@ -18,8 +18,12 @@ from hf_quant.config import QuantizerConfig, as_config
 from hf_quant.planning import QuantPlan
 
 
-# Denoisers and text encoders fill the memory; the VAE is small, and its errors are visible.
-PIPELINE_PARTS = ("transformer", "unet", "text_encoder", "prior", "controlnet")
+# Beginnings of names. Denoisers and text encoders fill the memory; the VAE is small, and its errors are visible.
+PIPELINE_PARTS = (
+    *("transformer", "unet", "text_encoder", "prior", "controlnet"),
+    "decoder",  # the second denoiser of Stable Cascade, unCLIP and Kandinsky
+    *("language_model", "vision_language_encoder"),  # which read the text in AudioLDM 2 and GLM-Image
+)
 _NOISE = 1e-3  # relative squared error that is added to the outputs of a model, to see what it does to the result
 
 

@@ -26,13 +26,12 @@ if TYPE_CHECKING:
 
 
 def components(source: Source) -> dict[str, Source]:
-    """Return the models of a pipeline that are quantized by default."""
+    """Return the models of a pipeline."""
     found = {}
-    for name in source.fields:
-        if name.startswith(PIPELINE_PARTS):
-            path = find_file(source.name, f"{name}/config.json")
-            if path is not None:  # a tokenizer or a scheduler has none
-                found[name] = find_source(str(path.parent))
+    for name, entry in source.fields.items():
+        path = find_file(source.name, f"{name}/config.json") if isinstance(entry, list) else None
+        if path is not None:  # a tokenizer or a scheduler has none
+            found[name] = find_source(str(path.parent))
     return found
 
 
@@ -44,7 +43,10 @@ def plan_pipeline(source: Source, config: QuantizerConfig, *, dtype: str) -> dic
     """
     configs: dict[str, QuantizerConfig] = {}
     unmatched, refusals = set(config.modules), []
-    for name, part in components(source).items():
+    parts = components(source)
+    for name, part in parts.items():
+        if not name.startswith(PIPELINE_PARTS):
+            continue
         check_not_quantized(part)
         model = meta_model(part, dtype=dtype)
         names = [n for n, _ in model.named_modules()]
@@ -73,6 +75,11 @@ def plan_pipeline(source: Source, config: QuantizerConfig, *, dtype: str) -> dic
         raise ValueError(f"nothing to quantize in {source.name}: {'; '.join(refusals) or 'no component is known'}")
     for refusal in refusals:
         print(f"left in 16 bit: {refusal}")
+    if others := [name for name in parts if not name.startswith(PIPELINE_PARTS)]:
+        print(
+            f"left in 16 bit: {', '.join(others)}: neither denoisers nor text encoders; to quantize such a model, "
+            "too, give its directory"
+        )
     return configs
 
 
