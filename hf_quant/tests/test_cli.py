@@ -347,7 +347,7 @@ def test_eval_and_bench_compare_with_the_reference(llama_dir, tmp_path, capsys):
         (["card", "{empty}"], "has no config.json"),
         (["card", "{llama}", "--measurements", "{dir}/none.json"], "none.json is not a file"),
         (["quantize", "{llama}", "{dir}/out", "--max-shard-size", "5"], "'5' is not a size such as 500MB or 5GB"),
-        (["quantize", "{llama}", "{dir}/out", "--weigths", "int4"], "is it --weights?; `hf-quant quantize --help`"),
+        (["quantize", "{llama}", "{dir}/out", "--weightz", "int4"], "is it --weights?; `hf-quant quantize --help`"),
         (["plan", "{llama}", "--weights", "auto"], "--bits N, --gb N, --max-kl X or --latency"),
         (["demo", "--model", "{dir}/missing"], "missing"),
         (["demo", "--model", "{llama}"], "name a text by --text FILE"),
