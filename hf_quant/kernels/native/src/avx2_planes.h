@@ -131,7 +131,8 @@ struct FixedPlanes {
   const float *scales, *zeros;
 
   static bool serves(const Product& p) {
-    return p.x_dtype == BF16 && Planes<C>::fits(p) && (p.zero != nullptr) == ASYMMETRIC && (LEVELS ? !ASYMMETRIC : has_integers(p));
+    const bool has_codes = LEVELS ? !ASYMMETRIC : has_integers(p);
+    return p.x_dtype == BF16 && Planes<C>::fits(p) && (p.zero != nullptr) == ASYMMETRIC && has_codes;
   }
 
   static void pack(const Product& p, const C& c, const float* values, char* to) {
