@@ -28,6 +28,18 @@ def llama(tmp_path_factory):
     return make_llama(tmp_path_factory.mktemp("llama") / "bf16")
 
 
+@pytest.mark.parametrize("fields", [{"symmetric": True}, {"symmetric": False, "v2": True}, {"bits": 8}])
+def test_gptq_with_a_short_last_group(fields, tmp_path):
+    """192 columns are a group of 128 and one of 64, as g_idx and `group_size` say; not two of 96."""
+    source = make_llama(tmp_path / "source", torch.float16, intermediate_size=192)
+    meant = foreign_checkpoint(tmp_path / "in", source, "gptq", group=128, **fields)
+    import_checkpoint(tmp_path / "in", tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    wrong, count = mismatches(meant, weights_of(model))
+    assert wrong == 0 and count == 2 * (3 * 128 * 192 + 2 * 128 * 128 + 2 * 64 * 128)
+    assert model.model.layers[1].mlp.down_proj.scheme.weight.group_size == 128
+
+
 HQQ = {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4}}}
 
 

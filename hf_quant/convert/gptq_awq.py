@@ -46,7 +46,7 @@ def read_awq(files: TensorFiles, fields: dict[str, Any], dtype: torch.dtype | No
             f"it is an AWQ checkpoint with bits {bits}, version {version!r}, zero_point {fields.get('zero_point')}; "
             "readable: bits 4, version 'gemm', with zero points"
         )
-    weights = [_awq_weight(files, module) for module in _modules(files)]
+    weights = [_awq_weight(files, module, fields) for module in _modules(files)]
     return Foreign(weights, set(), list(_scale_notes(weights, dtype)))
 
 
@@ -67,11 +67,18 @@ def _modules(files: TensorFiles) -> list[str]:
     return modules
 
 
-def _scheme(files: TensorFiles, module: str, bits: int, K: int, *, symmetric: bool) -> tuple[LinearScheme, int]:
-    """Return (scheme, columns that share a scale) of a layer."""
+def _scheme(
+    files: TensorFiles, module: str, bits: int, K: int, *, stated: Any, symmetric: bool
+) -> tuple[LinearScheme, int]:
+    """Return (scheme, columns that share a scale) of a layer.
+
+    Of groups of the `stated` size the last may be shorter: 192 columns are one of 128 and one of 64.
+    """
     scales = files.tensors[f"{module}.scales"]
     groups = scales.shape[0]
     columns = K if groups == 1 else -(-K // groups)
+    if groups > 1 and type(stated) is int and stated > 0 and -(-K // stated) == groups:
+        columns = stated
     if -(-K // columns) != groups:
         raise ValueError(f"{module}.scales is {scales}, which {K} columns cannot be divided by")
     granularity, size = ("row", None) if groups == 1 else ("group", columns)
@@ -92,7 +99,9 @@ def _gptq_weight(files: TensorFiles, module: str, fields: dict[str, Any], minus_
     symmetric = bool((zeros == middle).all())
     if bits == 8 and not symmetric:
         raise ValueError(f"{module}.qzeros has zero points other than {middle}; int8 has no zero point in hf_quant")
-    scheme, columns = _scheme(files, module, bits, K, symmetric=symmetric)
+    # `dynamic` may give layers groups of their own, too; the columns of the first one tell.
+    stated = fields.get("group_size") if g_idx is None else int((g_idx == 0).sum())
+    scheme, columns = _scheme(files, module, bits, K, stated=stated, symmetric=symmetric)
     if g_idx is not None and not torch.equal(g_idx.long(), torch.arange(K) // columns):
         raise ValueError(
             f"{module}.g_idx orders the columns by activation (desc_act): groups that are scattered over a row "
@@ -129,13 +138,14 @@ def _gptq_zeros(files: TensorFiles, module: str, bits: int, N: int, minus_one: b
     return zeros.T.contiguous()
 
 
-def _awq_weight(files: TensorFiles, module: str) -> ForeignWeight:
+def _awq_weight(files: TensorFiles, module: str, fields: dict[str, Any]) -> ForeignWeight:
     K, words = files.tensors[f"{module}.qweight"].shape
     N, scales = words * 8, files.tensors[f"{module}.scales"]
     zeros = files.tensors[f"{module}.qzeros"]
     if zeros.shape != (scales.shape[0], words) or scales.shape[1] != N:
         raise ValueError(f"{module}.qzeros is {zeros} beside scales of {scales} for {N} rows")
-    scheme, _ = _scheme(files, module, 4, K, symmetric=False)
+    stated = fields.get("group_size", fields.get("q_group_size"))
+    scheme, _ = _scheme(files, module, 4, K, stated=stated, symmetric=False)
     keys = tuple(f"{module}.{part}" for part in ("qweight", "qzeros", "scales"))
     return ForeignWeight(module, scheme, (N, K), keys, partial(_unpack_awq, files, module))
 

@@ -147,10 +147,11 @@ def random_codes(N: int, K: int, bits: int, group: int, seed: int, *, symmetric:
     """(codes [N, K], zero points [N, groups], scales [N, groups]): every code and, if asymmetric, every zero point."""
     rng = np.random.default_rng(seed)
     codes = rng.integers(0, 2**bits, (N, K))
-    zeros = rng.integers(1, 2**bits - 1, (N, K // group))
+    groups = -(-K // group)  # of which the last may be short
+    zeros = rng.integers(1, 2**bits - 1, (N, groups))
     if symmetric:
         zeros[:] = 2 ** (bits - 1)
-    scales = torch.from_numpy(rng.uniform(0.001, 0.02, (N, K // group))).to(scale_dtype)
+    scales = torch.from_numpy(rng.uniform(0.001, 0.02, (N, groups))).to(scale_dtype)
     return codes, zeros, scales
 
 
@@ -170,8 +171,8 @@ def foreign_checkpoint(
         size = K if group == -1 else group
         options = {"symmetric": symmetric, "scale_dtype": torch.float16}
         codes, zeros, scales = random_codes(N, K, bits, size, seed, **options)
-        values = (codes - np.repeat(zeros, size, 1)).astype(np.float32)
-        meant[module] = torch.from_numpy(values * np.repeat(scales.float().numpy(), size, 1)).to(dtype)
+        values = (codes - np.repeat(zeros, size, 1)[:, :K]).astype(np.float32)
+        meant[module] = torch.from_numpy(values * np.repeat(scales.float().numpy(), size, 1)[:, :K]).to(dtype)
         if method == "gptq":
             tensors[f"{module}.qweight"] = words_of_fields(codes, bits).T.contiguous()
             tensors[f"{module}.qzeros"] = words_of_fields((zeros if v2 else zeros - 1).T, bits)
