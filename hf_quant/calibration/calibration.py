@@ -26,6 +26,8 @@ from hf_quant.scheme import InputTransform
 
 logger = logging.getLogger("hf_quant")
 
+_LIMITS = {"num_tokens", "length", "seed", "temperature"}  # of data, in a dict that may name the data, too
+
 TOKENIZERS: list[
     Callable[[nn.Module], Any]
 ] = []  # of hosts: model -> its tokenizer, or None; filled by `integrations`
@@ -327,15 +329,15 @@ def find_data(model: nn.Module, data: Any, tokenizer: Any = None, *, progress: b
     """
     if isinstance(data, Data):
         return data
-    if isinstance(data, dict) and "data" in data:
-        unknown = set(data) - {"data", "num_tokens", "length", "seed", "temperature"}
+    if isinstance(data, dict) and ("data" in data or (data and data.keys() <= _LIMITS)):
+        unknown = set(data) - {"data", *_LIMITS}
         if unknown:
             raise ValueError(
                 f"calibration has the unknown keys {sorted(unknown)}; allowed: data, num_tokens, length, seed, "
                 "temperature"
             )
         limits = {**limits, **{name: value for name, value in data.items() if name != "data"}}
-        data = data["data"]
+        data = data.get("data")
     num_tokens, length = limits.get("num_tokens", NUM_TOKENS), limits.get("length")
     if tokenizer is None and (
         isinstance(data, (str, Path)) or (isinstance(data, (list, tuple)) and data and isinstance(data[0], str))
