@@ -365,6 +365,15 @@ def sensitivities(
     return Sensitivities(observer.results((0.5 if is_kl else 1.0) / max(count, 1)), is_kl)
 
 
+def check_logits(logits: Tensor) -> None:
+    """Raise ValueError if logits, or probabilities, are such that no token can be drawn; some may be -inf."""
+    if bool((logits.isnan() | logits.isposinf()).any()):
+        raise ValueError(
+            "the logits of the model contain NaN or inf before anything is quantized: load it in bfloat16 or fp32 if "
+            "it is in float16, else repair its weights"
+        )
+
+
 def _saved_for_backward(x: Tensor) -> Tensor:
     """A tensor that autograd may save: of one that was made in inference mode a copy."""
     return x.clone() if x.is_inference() else x
@@ -379,7 +388,7 @@ def _numbers_of_classes(model: Any) -> tuple[int, ...]:
 def _gradient_of_drawn_labels(logits: Tensor, mask: Any, generator: torch.Generator) -> tuple[Tensor, int]:
     """The gradient of the sum of -log p(y) over labels y that are drawn from the logits [..., classes].
 
-    Padding has none. Returns the gradient, and the number of labels.
+    Padding has none. Returns the gradient, and the number of labels. Raises ValueError if logits are NaN or inf.
     """
     gradient = torch.zeros_like(logits)
     is_read = torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device)
@@ -389,6 +398,7 @@ def _gradient_of_drawn_labels(logits: Tensor, mask: Any, generator: torch.Genera
     flat, out = logits.flatten(0, -2), gradient.view(-1, logits.shape[-1])
     for chunk in positions.split(_CHUNK):
         p = flat[chunk].float().softmax(-1)
+        check_logits(p)
         label = torch.multinomial(p, 1, generator=generator)
         out[chunk] = p.scatter_add_(1, label, torch.full_like(label, -1, dtype=p.dtype)).to(out.dtype)
     return gradient, len(positions)

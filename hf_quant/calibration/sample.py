@@ -13,6 +13,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from hf_quant.calibration.fp32 import fast_products
+from hf_quant.calibration.gradients import check_logits
 from hf_quant.evaluate import check_causal
 
 
@@ -33,7 +34,7 @@ def sample(
 
     In front of that is the token that begins a text, if the model has one.
     The same seed gives the same tokens on the same machine. The random number generators of torch stay as they are.
-    Raises ValueError if the model does not generate text.
+    Raises ValueError if the model does not generate text, or its logits are NaN or inf.
     """
     check_causal(model)
     config = model.config.get_text_config()
@@ -60,12 +61,19 @@ def sample(
                         begin,
                         attention_mask=torch.ones_like(begin),
                         generation_config=_settings(model, length - begin.shape[1], temperature),
+                        logits_processor=[_checked],
                         stopping_criteria=[_Progress(bar)],
                     ).cpu()
                 )
         finally:
             model.train(is_training)
     return torch.cat(rows)
+
+
+def _checked(ids: Tensor, scores: Tensor) -> Tensor:
+    """A processor of logits that refuses those from which nothing can be drawn."""
+    check_logits(scores)
+    return scores
 
 
 class _Progress:

@@ -148,3 +148,12 @@ def test_what_cannot_be_searched(tmp_path):
     with pytest.raises(ValueError, match="smallest candidates"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=auto(bits=2.0))
     assert not any(isinstance(m, QuantizedModule) or m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("data", [IDS, {"num_tokens": 16, "length": 8}], ids=["ids", "own text"])
+def test_logits_from_which_no_token_can_be_drawn(data):
+    """A model that overflows in float16, or is broken, is named as such."""
+    model = llama()
+    model.model.norm.weight.data[3] = torch.inf
+    with pytest.raises(ValueError, match="the logits of the model contain NaN or inf before anything is quantized"):
+        auto_plan(model, auto(bits=4.0), calibration=data)
