@@ -205,21 +205,22 @@ HFQ_INLINE int32_t reduce(__m256i v) {
   return _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xB1)));
 }
 
-// Values of E4M3, as far as they come 32 at a time, none of which is NaN; returns how many. Shifted into place an exponent
-// lacks 120.
+// 8 values of E4M3, none of which is NaN. Shifted into place an exponent lacks 120.
+HFQ_INLINE __m256 load_finite_e4m3(const void* from) {
+  const __m256i bits = _mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(from)));
+  const __m256i placed = _mm256_and_si256(_mm256_slli_epi32(bits, 20), _mm256_set1_epi32(static_cast<int>(0x87F00000u)));
+  return _mm256_mul_ps(as_float(placed), _mm256_set1_ps(bits_to_float((127u + 120u) << 23)));
+}
+
+// Values of E4M3, as far as they come 32 at a time, none of which is NaN; returns how many.
 static inline int64_t load_e4m3(const uint8_t* from, int64_t count, float* to) {
   const __m256i magnitude = _mm256_set1_epi8(127);
-  const __m256 factor = _mm256_set1_ps(bits_to_float((127u + 120u) << 23));
   int64_t i = 0;
   for (; i + 32 <= count; i += 32) {
     const __m256i nan = _mm256_cmpeq_epi8(_mm256_and_si256(load_vector(from + i), magnitude), magnitude);
     if (!_mm256_testz_si256(nan, nan)) break;
 #pragma GCC unroll 4
-    for (int64_t at = i; at < i + 32; at += 8) {
-      const __m256i bits = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + at)));
-      const __m256i placed = _mm256_and_si256(_mm256_slli_epi32(bits, 20), _mm256_set1_epi32(static_cast<int>(0x87F00000u)));
-      _mm256_storeu_ps(to + at, _mm256_mul_ps(as_float(placed), factor));
-    }
+    for (int64_t at = i; at < i + 32; at += 8) _mm256_storeu_ps(to + at, load_finite_e4m3(from + at));
   }
   return i;
 }
@@ -238,12 +239,9 @@ HFQ_INLINE __m256 load_floats(const void* base, int dtype, int64_t first) {
     const __m256i value = _mm256_max_epi32(_mm256_slli_epi32(bits, 23), _mm256_set1_epi32(0x00400000));
     return as_float(_mm256_blendv_epi8(value, nan, _mm256_cmpeq_epi32(bits, _mm256_set1_epi32(255))));
   }
-  // E4M3: shifted into place its exponent lacks 120.
   const __m256i magnitude = _mm256_and_si256(bits, _mm256_set1_epi32(127));
-  __m256i value = _mm256_castps_si256(
-      _mm256_mul_ps(as_float(_mm256_slli_epi32(magnitude, 20)), _mm256_set1_ps(bits_to_float((127u + 120u) << 23))));
-  value = _mm256_or_si256(value, _mm256_slli_epi32(_mm256_andnot_si256(_mm256_set1_epi32(127), bits), 24));
-  return as_float(_mm256_blendv_epi8(value, nan, _mm256_cmpeq_epi32(magnitude, _mm256_set1_epi32(127))));
+  const __m256i is_nan = _mm256_cmpeq_epi32(magnitude, _mm256_set1_epi32(127));
+  return _mm256_blendv_ps(load_finite_e4m3(from), as_float(nan), as_float(is_nan));
 }
 
 static inline void load_floats(const void* base, int dtype, int64_t first, int64_t count, float* to) {
