@@ -25,14 +25,18 @@ if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
 
-def components(source: Source) -> dict[str, Source]:
-    """Return the models of a pipeline."""
-    found = {}
+def components(source: Source) -> tuple[dict[str, Source], list[str]]:
+    """Return the models of a pipeline that are quantized by default, and the names of the others."""
+    found, others = {}, []
     for name, entry in source.fields.items():
         path = find_file(source.name, f"{name}/config.json") if isinstance(entry, list) else None
-        if path is not None:  # a tokenizer or a scheduler has none
+        if path is None:  # a tokenizer or a scheduler
+            continue
+        if name.startswith(PIPELINE_PARTS):
             found[name] = find_source(str(path.parent))
-    return found
+        else:
+            others.append(name)
+    return found, others
 
 
 def plan_pipeline(source: Source, config: QuantizerConfig, *, dtype: str) -> dict[str, QuantizerConfig]:
@@ -43,10 +47,8 @@ def plan_pipeline(source: Source, config: QuantizerConfig, *, dtype: str) -> dic
     """
     configs: dict[str, QuantizerConfig] = {}
     unmatched, refusals = set(config.modules), []
-    parts = components(source)
+    parts, others = components(source)
     for name, part in parts.items():
-        if not name.startswith(PIPELINE_PARTS):
-            continue
         check_not_quantized(part)
         model = meta_model(part, dtype=dtype)
         names = [n for n, _ in model.named_modules()]
@@ -75,7 +77,7 @@ def plan_pipeline(source: Source, config: QuantizerConfig, *, dtype: str) -> dic
         raise ValueError(f"nothing to quantize in {source.name}: {'; '.join(refusals) or 'no component is known'}")
     for refusal in refusals:
         print(f"left in 16 bit: {refusal}")
-    if others := [name for name in parts if not name.startswith(PIPELINE_PARTS)]:
+    if others:
         print(
             f"left in 16 bit: {', '.join(others)}: neither denoisers nor text encoders; to quantize such a model, "
             "too, give its directory"

@@ -13,9 +13,8 @@ from typing import Any
 
 
 _logger = logging.getLogger("hf_quant")
-# "model.fp16.safetensors" is the whole file of the index "model.safetensors.index.fp16.json".
-_WHOLE = re.compile(r"(?P<stem>[^.]+)(?P<variant>\..+)?\.safetensors")
 _INDEX = re.compile(r"(?P<stem>[^.]+)\.safetensors\.index(?P<variant>\..+)?\.json")
+_SHARD = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
 
 
 @contextmanager
@@ -29,10 +28,8 @@ def without_leftovers(weights: str, given: Mapping[str, Any]) -> Iterator[None]:
     if directory is None or not given.get("is_main_process", True):
         yield
         return
-    whole, index = (
-        Path(directory) / (name if variant is None else f".{variant}.".join(name.rsplit(".", 1)))
-        for name in (weights, f"{weights}.index.json")
-    )
+    whole = Path(directory) / (weights if variant is None else f".{variant}.".join(weights.rsplit(".", 1)))
+    index = _index_of(whole)
     before = [_written(file) for file in (whole, index)]
     yield
     is_new = [written != earlier for written, earlier in zip(map(_written, (whole, index)), before)]
@@ -79,12 +76,16 @@ def upload_without_leftovers(
 
 def _counterpart(file: Path) -> Path | None:
     """The index of a whole file, the whole file of an index; None for a shard, and for what is neither."""
-    whole, index = _WHOLE.fullmatch(file.name), _INDEX.fullmatch(file.name)
-    if index is not None:
+    if index := _INDEX.fullmatch(file.name):
         return file.with_name(f"{index['stem']}{index['variant'] or ''}.safetensors")
-    if whole is None or re.search(r"-\d{5}-of-\d{5}\.safetensors$", file.name):
-        return None
-    return file.with_name(f"{whole['stem']}.safetensors.index{whole['variant'] or ''}.json")
+    is_whole = file.suffix == ".safetensors" and not _SHARD.fullmatch(file.name)
+    return _index_of(file) if is_whole else None
+
+
+def _index_of(whole: Path) -> Path:
+    """The index of a whole file: "model.safetensors.index.fp16.json" of "model.fp16.safetensors"."""
+    stem, *variant = whole.name.removesuffix(".safetensors").split(".", 1)
+    return whole.with_name(".".join([stem, "safetensors.index", *variant, "json"]))
 
 
 def _written_at(file: Path) -> int:
