@@ -4,7 +4,7 @@
     python scripts/aot_compile.py --subset ci         # each kernel on three targets, each constexpr once: make aot-ci
     python scripts/aot_compile.py --subset all        # everything that the cases launch: three times as many kernels
     python scripts/aot_compile.py --ops weight_only_mm --targets sm90 --show all
-    python scripts/aot_compile.py --readme            # the resources in the reports of all Tritons, into docs/gpu.md
+    python scripts/aot_compile.py --readme            # the resources in the reports of all Tritons, into docs/
 
 The launchers of the ops are called on tensors without content; what Triton's JIT would compile for their launches is
 compiled (results are kept in build/aot), and must
@@ -153,7 +153,7 @@ def main() -> int:
     parser.add_argument("--cases", default="", help="only cases whose name matches this regular expression")
     parser.add_argument("--workers", type=int, help="processes (default: one per core)")
     parser.add_argument("--show", default="sm90", help="rows of the table: a target's name, or all (default: sm90)")
-    parser.add_argument("--readme", nargs="*", type=Path, metavar="JSON", help="tabulate reports in docs/gpu.md only")
+    parser.add_argument("--readme", nargs="*", type=Path, metavar="JSON", help="tabulate reports in docs/ only")
     parser.add_argument("--json", type=Path, help="(default: build/aot/report-triton-<version>.json)")
     args = parser.parse_args()
     if args.readme is not None:

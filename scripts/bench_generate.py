@@ -1,6 +1,6 @@
 """Speed of `generate`: 16 bit, our formats and, where they are installed, other libraries and engines, in turns.
 
-    python scripts/bench_generate.py                          # the figures of docs/cpu.md
+    python scripts/bench_generate.py                          # the figures of docs/cpu_speed.md
     python scripts/bench_generate.py --rivals                 # with all libraries and engines that are installed
     python scripts/bench_generate.py --rivals llama.cpp vLLM --head --formats int4 W4A8 --kv-cache int8 --batch 8
     python scripts/bench_generate.py --compile --formats int8 int4

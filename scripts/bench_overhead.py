@@ -1,6 +1,6 @@
 """Overhead of hf_quant: one call of a small layer against nn.Linear, and the time of the import.
 
-    python scripts/bench_overhead.py            # both, the figures of docs/cpu.md
+    python scripts/bench_overhead.py            # both, the figures of docs/cpu_speed.md
     python scripts/bench_overhead.py call       # 64 x 64, one token, against nn.Linear
     python scripts/bench_overhead.py import     # hf_quant over torch + transformers, in new processes
 

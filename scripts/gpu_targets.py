@@ -1,7 +1,7 @@
 """The targets of the GPU kernels, and of what is built on them: what was measured, and what is modelled.
 
     python scripts/gpu_targets.py             # the tables
-    python scripts/gpu_targets.py --readme    # into docs/gpu.md
+    python scripts/gpu_targets.py --readme    # into the pages of docs/ that have them
 
 Measured are the values in scripts/results/*.json, which gpu_suite.py alone writes. Where there is none, a value is
 modelled for an H200: kernels by gpulab/roofline.py (bytes, operations, launches), whole models by the formulas below.
@@ -174,7 +174,7 @@ def measured_rows() -> list[tuple[str, ...]]:
 def main() -> None:
     """Print both tables, or write them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--readme", action="store_true", help="write the tables into docs/gpu.md")
+    parser.add_argument("--readme", action="store_true", help="write the tables into docs/")
     args = parser.parse_args()
     for section, found in ((MEASURED, measured_rows()), (SECTION, rows())):
         if args.readme:

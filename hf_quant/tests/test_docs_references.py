@@ -129,3 +129,12 @@ def test_the_architecture_names_what_exists():
         elif identifier := re.match(r"[A-Za-z_]\w{3,}", token):
             missing += [] if re.search(rf"\b{identifier[0]}\b", code) else [token]
     assert missing == []
+
+
+def test_the_summary_of_speeds_repeats_what_was_printed():
+    runs = [set(run.split()) for run in _FENCED.findall((ROOT / "docs" / "cpu_speed.md").read_text())]
+    rows = re.findall(r"^\|[^|]*, \d \| [^|]*: `\w+` \|(.*)$", (ROOT / "docs" / "cpu.md").read_text(), re.MULTILINE)
+    assert len(rows) > 10
+    for row in rows:
+        figures = set(re.findall(r"[\d.]+", row))
+        assert any(figures <= run for run in runs), row

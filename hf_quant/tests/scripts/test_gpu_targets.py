@@ -56,7 +56,7 @@ def test_every_target_has_a_row(few, tmp_path, monkeypatch):
 
 
 def test_the_page_has_the_table():
-    text = next(page for page in PAGES if page.name == "gpu.md").read_text()
+    text = next(page for page in PAGES if page.name == "gpu_kernels.md").read_text()
     body = text[text.index(f"<!-- {SECTION}: begin -->") : text.index(f"<!-- {SECTION}: end -->")]
     header = markdown([("target", "what", "wanted", "found", "", "how")])
     assert header in body and body.count("\n| ") > 50
