@@ -7,11 +7,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hf_quant.planning import PLAN_HEADER, QuantPlan, plan_losses, plan_rows, plan_totals
+from hf_quant.planning import PLAN_HEADER, QuantPlan, add_mark, kernel_letters, plan_losses, plan_rows, plan_totals
 
 
 _NUMBERS = ("count", "bits", "MB")
-_LETTERS, _DIGITS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ", "123456789"  # marks of kernels, and of reasons
+_DIGITS = "123456789"  # marks of reasons; those of kernels are letters
 
 
 def print_plan(plan: QuantPlan) -> None:
@@ -34,23 +34,14 @@ def _table(plan: QuantPlan) -> tuple[Table, dict[str, str]]:
     for name in ("modules", "count", "shape", "scheme", "bits", "MB", *losses, "notes"):
         is_number = name in _NUMBERS
         table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
-    kernels: dict[str, str] = {}
     reasons: dict[str, str] = {}
     for row, loss in zip(plan_rows(plan), plan_losses(plan)):
         cells = dict(zip(PLAN_HEADER, row))
-        marks = []
-        if cells["cpu"] or cells["cuda"]:
-            marks.append(_mark(kernels, f"cpu: {cells['cpu']}\n   cuda: {cells['cuda']}", _LETTERS))
+        marks = [cells["kernels"]] if cells["kernels"] else []
         if cells["reason"]:
-            marks.append(_mark(reasons, cells["reason"], _DIGITS))
+            marks.append(add_mark(reasons, cells["reason"], _DIGITS))
         before, after = cells["MB before"], cells["MB after"]
         size = after if before == after else f"{before} -> {after}"
         values = [*(cells[name] for name in ("modules", "count", "shape", "scheme", "bits")), size]
         table.add_row(*map(Text, [*values, *([loss] if losses else []), " ".join(marks)]))
-    return table, {mark: text for notes in (kernels, reasons) for text, mark in notes.items()}
-
-
-def _mark(marks: dict[str, str], text: str, signs: str) -> str:
-    """Return the mark of a text: the next of the signs, doubled when they are used up."""
-    rounds, position = divmod(len(marks), len(signs))
-    return marks.setdefault(text, signs[position] * (rounds + 1))
+    return table, {mark: text for notes in (kernel_letters(plan), reasons) for text, mark in notes.items()}

@@ -3,7 +3,16 @@
 from hf_quant.planning.decide import HOST_RULES, MIN_WEIGHTS, NothingToQuantize, Rules, plan
 from hf_quant.planning.names import MAX_PARTS, fold_names, unfold_name, unfold_names
 from hf_quant.planning.records import PlanEntry, QuantPlan, resolved, schemes_from_list, schemes_to_list, updated
-from hf_quant.planning.table import PLAN_HEADER, format_table, plan_losses, plan_rows, plan_totals, template
+from hf_quant.planning.table import (
+    PLAN_HEADER,
+    add_mark,
+    format_table,
+    kernel_letters,
+    plan_losses,
+    plan_rows,
+    plan_totals,
+    template,
+)
 
 
 __all__ = [
@@ -15,8 +24,10 @@ __all__ = [
     "PlanEntry",
     "QuantPlan",
     "Rules",
+    "add_mark",
     "fold_names",
     "format_table",
+    "kernel_letters",
     "plan",
     "plan_losses",
     "plan_rows",

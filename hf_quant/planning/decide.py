@@ -3,6 +3,7 @@
 import difflib
 import itertools
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 SMALL_MODEL = 1_000_000_000  # parameters: below, 4 bits cost a language model much
 MIN_WEIGHTS = 4096  # smaller layers cost more in overhead and quality than they save
 DEFAULT_KINDS = ("linear", "experts", "parameters", "dequantized", "attention")
+LARGE_HEAD = 0.2  # of a quantized model: an output embedding in 16 bit of that size takes much of a token's time
+_OUTPUT_EMBEDDING, _TIED = "output embedding", "tied to"  # reasons for 16 bit
 _IF_NAMED = ": only if named in `modules`"  # end of the reason of all other kinds
 _CALIBRATED_KINDS = ("linear", "experts")  # of whose inputs statistics are taken
 # Reasons against a quantized counterpart of modules that hold large matrices.
@@ -103,7 +106,8 @@ def plan(
     cache = None if config.kv_cache is None else describe(model, KVCacheConfig.of(config.kv_cache))
     is_asked = config.weights is None or config.modules_to_not_convert is not None  # for what stays in 16 bit
     num_weights = 0 if is_asked else sum(p.numel() for p in model.parameters())
-    lines = (decider.lifted, _advice(model, entries), decider.blocks(), num_weights)
+    advice = _advice(model, entries), _advice_on_head(model, decider.output, entries, other)
+    lines = (decider.lifted, "\n".join(filter(None, advice)) or None, decider.blocks(), num_weights)
     return QuantPlan(entries, other, fused, fused_on, cache, attention, *lines)
 
 
@@ -119,6 +123,21 @@ def _advice(model: nn.Module, entries: list[PlanEntry]) -> str | None:
     return (
         f"advice: {', '.join(sorted(few))} costs a language model of {size / 1e6:.1f}M parameters much, int8 next to "
         f"nothing{nf4}; algorithm='gptq' takes off three quarters"
+    )
+
+
+def _advice_on_head(model: nn.Module, output: str | None, entries: list[PlanEntry], other: int) -> str | None:
+    """Return how to quantize the output embedding, if that is a large part of what a new token reads."""
+    head = next((entry for entry in entries if entry.name == output), None)
+    if head is None or not getattr(model, "can_generate", lambda: False)() or all(e.scheme is None for e in entries):
+        return None
+    is_default = head.reason == _OUTPUT_EMBEDDING or (head.reason or "").startswith(_TIED)
+    share = math.prod(head.shapes["weight"]) * head.dtype.itemsize / (other + sum(e.bytes_after for e in entries))
+    if head.scheme is not None or not is_default or share < LARGE_HEAD:
+        return None
+    return (
+        f"advice: {head.name} stays in 16 bit, {share:.0%} of the quantized model, and each new token reads it: "
+        f"modules={{{head.name!r}: 'int8'}} costs next to nothing"
     )
 
 
@@ -249,7 +268,7 @@ class _Decider:
             named = f"modules[{pattern!r}]"
             return (None, f"kept by {named}") if value is None else (entry_fields(value), f"named by {named}")
         if len(group) > 1:
-            return None, f"tied to {next(n for n in group if n != name)}; name it in `modules` to quantize both"
+            return None, f"{_TIED} {next(n for n in group if n != name)}; name it in `modules` to quantize both"
         return self.default(name)
 
     def default(self, name: str) -> tuple[dict[str, Any] | None, str | None]:
@@ -286,7 +305,7 @@ class _Decider:
     def own_exclusion(self, name: str) -> str | None:
         """Return the reason of the default exclusions, which `modules_to_not_convert` replaces, or None."""
         if name == self.output:
-            return "output embedding"
+            return _OUTPUT_EMBEDDING
         if self.body is not None and not name.startswith((self.body, *self.outer_blocks)):
             return "task head"
         return self.rules.keep.get(name)

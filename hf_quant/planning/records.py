@@ -100,7 +100,7 @@ class QuantPlan:
         attention: one line on 8-bit attention; None: 16 bit.
         blocks: one line on the modules between the products that are computed in one call; None: there are none.
         lifted: {module that is quantized only because `modules_to_not_convert` is given: reason of its exclusion}.
-        advice: one line on a scheme with more bits; None: there is none.
+        advice: a line on a scheme with more bits, one on the output embedding; None: there is neither.
         num_weights: number of weights in the model; 0: the user has chosen what stays in 16 bit, see `left`.
         scores: {module: predicted loss of the model by its quantization}, after a search.
         is_kl: True if the scores add up to the KL divergence per token from the 16-bit model, False if to the relative

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_quant import FORMATS, QuantizerConfig, plan, quantize_
 from hf_quant.planning import fold_names, schemes_from_list, schemes_to_list, unfold_name
@@ -108,14 +109,15 @@ def test_the_table():
     model = nn.ModuleDict({"model": model}).to(torch.bfloat16)
     lines = str(plan(model, QuantizerConfig("int4", modules={"*.1.3": None}))).splitlines()
     cells = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
-    assert cells[0] == "modules,count,shape,scheme,bits,MB before,MB after,cpu,cuda,reason".split(",")
+    assert cells[0] == "modules,count,shape,scheme,bits,MB before,MB after,kernels,reason".split(",")
     assert set(lines[1]) == {"-"}
-    assert cells[2][:7] == ["model.layers.*.*", "3", "256x128", "int4 g32", "4.25", "0.20", "0.05"]
-    assert cells[3][:7] == ["model.layers.*.*", "2", "128x256", "int4 g32", "4.25", "0.13", "0.03"]
+    assert cells[2] == ["model.layers.*.*", "3", "256x128", "int4 g32", "4.25", "0.20", "0.05", "A"]
+    assert cells[3] == ["model.layers.*.*", "2", "128x256", "int4 g32", "4.25", "0.13", "0.03", "A"]
     assert cells[4][3:5] == ["16-bit", "16.00"] and cells[4][-1] == "kept by modules['*.1.3']"
     assert cells[5][0] == "model.small" and cells[5][-1] == "fewer than 4096 weights"
-    assert lines[6].startswith("5 of 7 modules quantized, 4.251 bits per weight; model 0.40 -> ")
-    assert len(lines) == 7
+    assert lines[6].startswith("A  cpu: ") and lines[7].startswith("   cuda: Triton, decoded in registers (M <= ")
+    assert lines[8].startswith("5 of 7 modules quantized, 4.251 bits per weight; model 0.40 -> ")
+    assert len(lines) == 9
 
 
 def test_advice_for_small_language_models():
@@ -132,6 +134,20 @@ def test_advice_for_small_language_models():
     with torch.device("meta"):
         model.large = nn.Linear(40_000, 25_000)
     assert plan(model.to("meta"), "int2").advice is None
+
+
+def test_advice_for_large_output_embeddings():
+    config = LlamaConfig(vocab_size=2048, hidden_size=64, intermediate_size=1024, num_hidden_layers=1)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    lines = plan(model, "int8").advice.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("advice: lm_head stays in 16 bit, ") and "% of" in lines[0]
+    assert len(plan(model, "int4").advice.splitlines()) == 2
+    for modules in ({"lm_head": "int8"}, {"lm_head": None}):
+        assert plan(model, QuantizerConfig("int8", modules=modules)).advice is None
+    with torch.device("meta"):
+        config.vocab_size = 64
+        assert plan(LlamaForCausalLM(config), "int8").advice is None
 
 
 def test_the_table_names_a_kernel_for_each_device_and_kind():

@@ -8,6 +8,7 @@ from torch import nn
 
 from hf_quant import plan
 from hf_quant.cli import _terminal
+from hf_quant.planning import add_mark
 
 
 class Window(io.StringIO):
@@ -45,5 +46,5 @@ def test_elsewhere_the_plan_is_plain_text(model, capsys):
 
 def test_marks_do_not_end():
     marks: dict[str, str] = {}
-    found = [_terminal._mark(marks, f"text {i}", "AB") for i in range(5)]
-    assert found == ["A", "B", "AA", "BB", "AAA"] and _terminal._mark(marks, "text 2", "AB") == "AA"
+    found = [add_mark(marks, f"text {i}", "AB") for i in range(5)]
+    assert found == ["A", "B", "AA", "BB", "AAA"] and add_mark(marks, "text 2", "AB") == "AA"
