@@ -167,7 +167,7 @@ class QuantizerConfig(QuantizationConfigMixin):
             )
         self.modules_to_not_convert = None if modules_to_not_convert is None else list(modules_to_not_convert)
         self.calibration = calibration
-        self.quantization_device = None if quantization_device is None else str(quantization_device)
+        self.quantization_device = None if quantization_device is None else _device_name(quantization_device)
         self.fuse_projections = fuse_projections
         self.fuse_activations = fuse_activations
         self._check()
@@ -319,6 +319,8 @@ class QuantizerConfig(QuantizationConfigMixin):
                 continue
             try:
                 fields = {**common, **entry_fields(candidate)}
+                if fields.get("weights") == AUTO:
+                    raise ValueError("a search does not choose among searches; name a format, a preset or None")
                 own = QuantizerConfig(fields.pop("weights", None), **fields, **rest)
             except ValueError as error:
                 raise ValueError(f"candidate {candidate!r}: {error}") from None
@@ -465,6 +467,16 @@ def check_kv_scales(scales: Any) -> None:
         for name, both in scales.items()
     ):
         raise ValueError(f"kv_scales is {str(scales)[:200]!r}; needs {{module: [scale of keys, scale of values]}}")
+
+
+def _device_name(device: Any) -> str:
+    """Return the name of a device. Raises ValueError if torch knows none of that name, here or on another machine."""
+    try:
+        return str(torch.device(device))
+    except (RuntimeError, TypeError):
+        raise ValueError(
+            f"quantization_device is {device!r}; needs a device of torch, such as 'cuda', 'cuda:1' or 'cpu'"
+        ) from None
 
 
 def _check_origin(origin: Any) -> None:
