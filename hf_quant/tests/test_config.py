@@ -276,7 +276,7 @@ def test_errors_of_a_scheme_alone_and_in_modules(fields, message):
         ({"fuse_projections": "yes"}, "fuse_projections is 'yes'; needs True, False or None"),
         ({"fuse_projections": 1}, "fuse_projections is 1; needs True, False or None"),
         ({"quantization_device": "gpu"}, r"quantization_device is 'gpu'; needs a device of torch, such as 'cuda'"),
-        ({"weights": "auto", "budget": {"bits": 4}, "candidates": ["auto", "int4"]}, r"candidate 'auto': a search does not"),
+        ({"weights": "auto", "budget": {"kl": 1}, "candidates": ["auto", "int4"]}, "candidate .auto.: a search"),
         ({"modules_to_not_convert": [None]}, r"modules_to_not_convert has None"),
         ({"modules_to_not_convert": ["re:["]}, r"pattern 're:\[' is not a regular expression"),
         ({"quant_method": "awq"}, r"quant_method is 'awq'; .*reads 'hf_quant' only"),
