@@ -46,6 +46,8 @@ SMALL = {
 CONFIG = {"weights": "int4", "kv_cache": "int8", "modules_to_not_convert": ["lm_head"]}
 MOE = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 3}
 GROUPS = {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2}
+SCALED = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 3.0}  # queries, from position _FIRST on
+_FIRST = "original_max_position_embeddings"
 # {model type: (further fields, modules that have a block)}.
 FAMILIES = {
     "llama": ({}, 12),
@@ -78,6 +80,7 @@ FAMILIES = {
     "gpt2": ({"scale_attn_by_inverse_layer_idx": True}, 7),  # `Conv1D`, learned positions
     "gpt_bigcode": ({}, 7),  # heads that share one key
     "opt": ({"ffn_dim": 192, "word_embed_proj_dim": 128}, 5),  # queries are scaled; no module of feed-forward
+    "ministral3": ({}, 12),  # queries are scaled from a position on
     "smollm3": ({"no_rope_layers": [1, 0]}, 12),  # a layer without rotary embedding
 }
 needs_native = pytest.mark.skipif(not native.active(), reason="the native kernels are not built")
@@ -192,7 +195,7 @@ def test_beams_and_copies_of_the_cache(llama):
 @pytest.mark.parametrize(
     ("kind", "fields", "reason"),
     [
-        ("ministral3", {}, "other queries or keys"),  # queries are scaled by their position
+        ("ministral3", {"rope_parameters": SCALED | {_FIRST: 2}}, "other queries or keys"),  # at nearly all positions
         ("bitnet", {}, "makes something else of the result"),  # a norm before the last projection
         ("cohere", {"use_qk_norm": True}, "other queries or keys"),  # a norm for each head
         ("phimoe", {}, "chooses its experts otherwise"),  # one by one, each by its own softmax
@@ -368,6 +371,23 @@ def test_parameters_that_change_nothing_before_they_are_trained(kind, fields, pa
         found = model(prompt()).logits
         expected = unfuse_activations_(model)(prompt()).logits
     assert (found - expected).norm() < 1e-5 * expected.norm()
+
+
+def test_queries_that_are_scaled_from_a_position_on(parts):
+    model = make("ministral3", rope_parameters=SCALED | {_FIRST: 16})
+    ids, mask = prompt(2, 9), torch.ones(2, 9, dtype=torch.long)
+    mask[0, :3] = 0
+    found = []
+    for fuse in (fuse_activations_, unfuse_activations_):
+        fuse(model)
+        parts.clear()
+        more = {"output_logits": True, "return_dict_in_generate": True}
+        made = [generate(model, ids, attention_mask=mask, **more), generate(model, ids[:1, 3:], **more)]
+        found.append([logits for each in made for logits in each.logits])
+        # The longest sequence has 9 tokens, then 8 more at positions below 16; the other has 6, then 11.
+        assert len(parts) == (0 if fuse is unfuse_activations_ else 7 + 11), fuse
+    for own, theirs in zip(*found):
+        assert ((own - theirs).norm() / theirs.norm()) < 0.01
 
 
 @pytest.mark.parametrize("inference", [False, True])

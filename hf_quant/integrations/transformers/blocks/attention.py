@@ -43,6 +43,7 @@ from hf_quant.integrations.transformers.blocks.trial import Recorded, Trial, giv
 from hf_quant.kernels.dispatch import is_plain
 from hf_quant.kernels.native.attention import attention_of_values
 from hf_quant.kernels.native.blocks import PAIRS, Block
+from hf_quant.kernels.native.places import entries_of
 
 
 _PROJECTIONS = tuple(("q_proj", "k_proj", "v_proj", name) for name in ("o_proj", "out_proj", "dense"))
@@ -50,6 +51,7 @@ _JOINED = (("qkv_proj", "o_proj"), ("qkv_proj", "out_proj"), ("query_key_value",
 _NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernorm", "key_layernorm"))
 _WIDTHS = ("head_dim", "head_size", "key_value_proj_dim")  # names of the width of a head
 POSITIONS = (3, 200_001)  # of the trials
+_FIRST_LENGTH = "original_max_position_embeddings"  # of `rope_parameters`
 _NEUTRAL = {"dropout": 0.0, "is_causal": True}
 _NOTHING: dict[str, Any] = {}
 
@@ -93,8 +95,10 @@ class AttentionBlock:
 
     Attributes:
         widths: of queries, keys, values and perhaps gates of a token; `shapes`: their heads, and channels of each.
+        limit: number of positions, from the first one on, that it computes; None: all.
     """
 
+    limit: int | None = None
     num_states = 3  # of `widths`: queries, keys and values
     value_dim: int | None = None  # of what a cache holds as values; None: as of keys
 
@@ -234,8 +238,22 @@ class AttentionBlock:
         return block.finish()
 
     def _prove(self, module: nn.Module) -> float:
-        """Find the rotary embedding by trial, and return the scale of the scores. Raises Unproven."""
-        found, records = self._records(module)
+        """Find the rotary embedding by trial, and return the scale of the scores. Raises Unproven.
+
+        Queries that are scaled by their position (Ministral 3) are not at those of the model's first length.
+        """
+        try:
+            return self._prove_at(module, POSITIONS)
+        except Unproven:
+            parameters = getattr(getattr(module, "config", None), "rope_parameters", None)
+            limit = parameters.get(_FIRST_LENGTH) if isinstance(parameters, dict) else None
+            if not isinstance(limit, int) or limit <= POSITIONS[0]:
+                raise
+            self.limit, self.watch = limit, Watch(module, entries=entries_of(parameters))
+            return self._prove_at(module, (POSITIONS[0], limit - 1))
+
+    def _prove_at(self, module: nn.Module, positions: tuple[int, ...]) -> float:
+        found, records = self._records(module, positions=positions)
         turned = self.sizes.turned
         orders = (False, True) if turned and self.norms else (False,)
         own = getattr(module, "scaling", None)
@@ -406,6 +424,10 @@ class AttentionBlock:
         """True if the block may compute tokens x [B, S, K] behind those of a cache."""
         return True
 
+    def reaches(self, positions: Any) -> bool:
+        """True if the block computes tokens at these positions."""
+        return self.limit is None or (isinstance(positions, Tensor) and int(positions.max()) < self.limit)
+
     def takes_places(self, tokens: int, places: Sequence[int]) -> bool:
         """True if the native steps may compute so many tokens in these places, see `kv_cache.Places.next`."""
         return True
@@ -463,6 +485,8 @@ def run_attention(module: nn.Module, state: State, *args: Any, **kwargs: Any) ->
     if block is None or block.K != x.shape[2] or block.implementation != implementation_of(module):
         return None
     if turned != block.sizes.turned or (block.function is not None and kv_cache.wants_weights(module, kwargs)):
+        return None
+    if not block.reaches(kwargs.get("position_ids")):
         return None
     y = block(module, x, angles, kwargs.get("attention_mask"), past_of(kwargs))
     return None if y is None else (y, None)

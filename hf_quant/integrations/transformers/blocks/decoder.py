@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hf_quant import kv_cache
 from hf_quant.integrations.transformers.blocks.angles import (
     PLACES,
+    POSITIONS,
     Angles,
     LearnedPositions,
     X,
@@ -117,6 +118,8 @@ class DecoderBlock:
                 continue
             window = block.attention.options.get("sliding_window")
             _check(call, before, inputs, inputs.seen(place.place[1], window))
+            if block.attention.limit is not None and inputs.place_of(call.kwargs.get("position_ids")) is not POSITIONS:
+                raise Unproven("a layer whose queries depend on their positions is given others")
             angles = call.kwargs.get("position_embeddings")
             number = None if angles is None else [made.result is angles for made in rotary].index(True)
             turned, angles = block.attention.sizes.turned, in_pairs(angles)
@@ -131,6 +134,8 @@ class DecoderBlock:
         # Layers that follow each other with equal angles and heads, and if there is a mask with an equal window.
         self.parts, self.masked_parts = _parts([kind[:2] for kind in kinds]), _parts(kinds)
         self.watch = Watch.of_all([watch, *(block.watch for block in blocks)])
+        limits = [block.attention.limit for block in blocks if isinstance(block, LayerBlock)]
+        self.limit = min([limit for limit in limits if limit is not None], default=None)
         # By cache: (sequences and whether there is no padding, its layers, parts for their next tokens).
         self.known: WeakKeyDictionary[Any, tuple[tuple, list, list[_CachedPart | _StatePart]]] = WeakKeyDictionary()
 
@@ -151,6 +156,8 @@ class DecoderBlock:
 
     def states(self, inputs: Inputs) -> Tensor | None:
         """The result of the last layer, before the norm; the tokens are added to the cache. None: left to the host."""
+        if self.limit is not None and int(inputs.positions.max()) >= self.limit:
+            return None
         parts, places = self._next(inputs)
         if places is None:
             return None
