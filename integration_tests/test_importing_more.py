@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -212,3 +213,65 @@ def test_modelopt_that_cannot_be(changes, message, llama, tmp_path):
     found = refused(tmp_path / "in", tmp_path / "out")
     assert re.search(message, found), found
     assert load_all(tmp_path / "in")
+
+
+# BitNet.
+
+BITNET = {"quant_method": "bitnet", "modules_to_not_convert": ["lm_head"]}
+OFFLINE, ONLINE = ({**BITNET, "linear_class": "autobitlinear", "quantization_mode": m} for m in ("offline", "online"))
+
+
+@pytest.mark.parametrize(
+    ("own", "packer", "bits"),
+    [
+        (BITNET, partial(packed.bitnet, divides=True), 2.222),
+        (OFFLINE, packed.bitnet, 2.111),
+        (ONLINE, packed.bitnet_online, 2.222),
+        ({**ONLINE, "modules_to_not_convert": None}, packed.bitnet_online, 2.222),
+    ],
+)
+def test_bitnet(own, packer, bits, llama, tmp_path):
+    meant = packed.packed_checkpoint(tmp_path / "in", llama, own, packer)
+    assert import_checkpoint(tmp_path / "in", tmp_path / "out") == ()
+    model = check_import(tmp_path / "in", tmp_path / "out", meant, "int2 row, int8 activations", bits)
+    layer = model.model.layers[0].mlp.up_proj
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(0)).to(model.dtype)
+    # Inputs as in `ActQuant`, but for its rounding of their values to the dtype.
+    scale = 127 / x.float().abs().amax(-1, keepdim=True)
+    y = (x.float() * scale).round() / scale @ meant["model.layers.0.mlp.up_proj"].float().T
+    assert (layer(x).float() - y).norm() < 0.004 * y.norm()
+
+
+def test_layers_that_bitnet_leaves(llama, tmp_path):
+    """Of names that the library takes for beginnings, ends and expressions."""
+    own = {**ONLINE, "modules_to_not_convert": ["lm_head", "model.layers.0", "up_proj"]}
+    packed.packed_checkpoint(tmp_path / "in", llama, own, packed.bitnet_online)
+    import_checkpoint(tmp_path / "in", tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    found = {name for name, module in model.named_modules() if hasattr(module, "scheme")}
+    assert len(found) == 6 and all(name.startswith("model.layers.1.") for name in found)
+
+
+@pytest.mark.parametrize(
+    ("own", "changes", "message"),
+    [
+        ({**OFFLINE, "use_rms_norm": True}, {}, "normalize their inputs"),
+        (
+            {**BITNET, "quantization_mode": "online"},
+            {},
+            "linear_class is 'bitlinear' and its quantization_mode 'online'",
+        ),
+        ({**BITNET, "linear_class": "tri"}, {}, "linear_class is 'tri'"),
+        (OFFLINE, {f"{UP}.weight": torch.full((64, 128), 3, dtype=torch.uint8)}, "codes of 3"),
+        (OFFLINE, {f"{UP}.weight_scale": None}, "up_proj.weight as .*, but no scale for it"),
+        (OFFLINE, {f"{UP}.weight_scale": torch.ones(3)}, "weight_scale is .3. float32; needs"),
+        (OFFLINE, {f"{UP}.weight": torch.zeros(63, 128, dtype=torch.uint8)}, "up_proj"),
+        (ONLINE, {f"{UP}.weight": torch.full((256, 128), torch.nan)}, "NaN or inf"),
+    ],
+)
+def test_bitnet_that_cannot_be(own, changes, message, llama, tmp_path):
+    packer = packed.bitnet_online if own is ONLINE else packed.bitnet
+    packed.packed_checkpoint(tmp_path / "in", llama, own, packer)
+    edit(tmp_path / "in", changes)
+    found = refused(tmp_path / "in", tmp_path / "out")
+    assert re.search(message, found), found

@@ -195,7 +195,7 @@ def summarize(
 # By `quant_method`: the libraries whose checkpoints `hf-quant import` reads.
 FOREIGN_METHODS = (
     *("compressed-tensors", "gptq", "awq", "auto-round", "intel/auto-round", "bitsandbytes", "torchao", "quanto"),
-    *("hqq", "mxfp4", "fp8", "fbgemm_fp8", "modelopt", "modelopt_fp4"),
+    *("hqq", "mxfp4", "fp8", "fbgemm_fp8", "modelopt", "modelopt_fp4", "bitnet"),
 )
 
 

@@ -49,6 +49,7 @@ def import_checkpoint(
         hqq                 axis 1 with zero points that are integers
         auto-round          packed as GPTQ or AWQ
         modelopt            FP8 and NVFP4
+        bitnet              ternary weights with int8 inputs, packed or as they were trained
         GGUF                Q4_0, Q8_0, MXFP4, Q5_0, Q3_K, Q6_K, IQ4_NL, IQ4_XS; Q4_1 if its minima are multiples of
                             its scales; models of llama, qwen2, qwen3, gemma3 and phi3
 

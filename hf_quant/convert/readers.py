@@ -9,6 +9,7 @@ import torch
 from hf_quant.checkpoint import Directory, shorten
 from hf_quant.config import QuantMethod
 from hf_quant.convert.auto_round import read_auto_round
+from hf_quant.convert.bitnet import read_bitnet
 from hf_quant.convert.bitsandbytes import read_bitsandbytes
 from hf_quant.convert.compressed_tensors.imports import read_compressed_tensors
 from hf_quant.convert.files import OWN_CONFIGS, TensorFiles
@@ -42,14 +43,16 @@ READERS: dict[str, Reader] = {
     "modelopt": read_modelopt,
     "modelopt_fp4": read_modelopt,
 }
-QUANTO = "quanto"
-METHODS = (*READERS, QUANTO)
+QUANTO, BITNET = "quanto", "bitnet"
+METHODS = (*READERS, QUANTO, BITNET)
 
 
 def read(method: str, files: TensorFiles, fields: dict[str, Any], host: Empty, dtype: torch.dtype | None) -> Foreign:
     """Read the weights of a checkpoint of `method`. Raises ValueError with the reason if one is unsupported."""
     if method == QUANTO:  # its groups do not show where a row ends
         return read_quanto(files, host.shape_of)
+    if method == BITNET:  # its numbers do not show which layers are rounded
+        return read_bitnet(files, fields, host)
     return READERS[method](files, fields, dtype)
 
 

@@ -187,6 +187,23 @@ def hqq(bits: int, group: int, *, axis: int = 1, fraction: float = 0.0, as_float
     return pack
 
 
+def bitnet(
+    N: int, K: int, dtype: torch.dtype, seed: int, *, divides: bool = False
+) -> tuple[dict[str, Tensor], Tensor]:
+    """BitNet: codes of -1, 0 and 1, of four rows in a byte, and a number that multiplies or divides the products."""
+    codes, scale = randint(seed, -1, 2, N, K), torch.tensor([0.37 + seed], dtype=dtype)
+    packed = sum((part + 1).to(torch.uint8) << 2 * i for i, part in enumerate(codes.chunk(4)))
+    meant = codes / scale.float() if divides else codes * scale
+    return {"weight": packed, "weight_scale": scale}, meant.to(dtype)
+
+
+def bitnet_online(N: int, K: int, dtype: torch.dtype, seed: int) -> tuple[dict[str, Tensor], Tensor]:
+    """BitNet as it is trained: numbers, which each call rounds."""
+    weight = torch.randn(N, K, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    scale = 1.0 / weight.float().abs().mean()
+    return {"weight": weight}, ((weight.float() * scale).round().clamp(-1, 1) / scale).to(dtype)
+
+
 def modelopt_nvfp4(N: int, K: int, dtype: torch.dtype, seed: int) -> tuple[dict[str, Tensor], Tensor]:
     """ModelOpt's NVFP4: e2m1 codes, an e4m3 scale for each 16, one fp32 scale, and one of the input."""
     codes, scale = randint(seed, 0, 16, N, K), uniform(seed, N, K // 16).mul(1e4).to(torch.float8_e4m3fn)
