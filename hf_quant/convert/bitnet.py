@@ -65,7 +65,7 @@ def _linear_layers(files: TensorFiles, fields: dict[str, Any], host: Empty) -> I
 
 
 def _weight(
-    module: str, shape: tuple[int, int], keys: tuple[str, ...], scale_dtype: torch.dtype, unpack: partial[PackedWeight]
+    module: str, shape: tuple[int, ...], keys: tuple[str, ...], scale_dtype: torch.dtype, unpack: partial[PackedWeight]
 ) -> ForeignWeight:
     quant = TensorQuant("int2", "row", scale_dtype=str(scale_dtype).removeprefix("torch."))
     return ForeignWeight(module, LinearScheme(quant, _INPUTS), shape, keys, unpack)

@@ -65,7 +65,7 @@ def _all_codes(bits: int, zero_point: Tensor) -> bool:
 
 def takes_int8(spec: CodeSpec) -> bool:
     """True if products with int8 x are sums of integers for this format, not of bf16 or fp32."""
-    return spec.is_integer and spec.bits in (4, 8)
+    return spec.is_integer and spec.bits in (2, 4, 8)
 
 
 def prepared(w: Weight, *, integer: bool = False) -> Callable[..., Tensor]:

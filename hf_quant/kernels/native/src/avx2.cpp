@@ -27,7 +27,7 @@ static bool streams_levels(const Product& p) {
 }
 
 static bool matmul(const Product& p) {
-  if (p.compute == BY_INT8) return p.layout == PACKED4 ? Matmul<Int4ByInt8>(p).run() : Matmul<Int8ByInt8>(p).run();
+  if (p.compute == BY_INT8) return matmul_by_int8(p);
   switch (p.layout) {
     case PACKED2: return multiply_in_fixed_point<Packed2>(p) || Matmul<ByF32<Levels<Packed2>>>(p).run();
     case PACKED3: return multiply_in_fixed_point<Packed3>(p) || Matmul<ByF32<Levels<Packed3>>>(p).run();

@@ -82,13 +82,16 @@ struct ByteDots : IntegerSums {
   HFQ_INLINE Sum add(Sum sum, Part part) { return _mm256_add_epi32(sum, part); }
 };
 
+using Int2ByInt8 = ByteDots<Packed2, 2>;
 using Int4ByInt8 = ByteDots<Packed4, 8>;
 using Int8ByInt8 = ByteDots<Bytes, 128>;
 #else
-// A pair of products is at most 2 * 15 * 128, and 8 of them fit 16 bits.
-struct Int4ByInt8 : IntegerSums {
-  using Loader = Packed4;
-  static constexpr int V = 1, X_BYTES = 1, OFFSET = 8, TILE = 4, CHAINS = 1;
+// Codes of up to 4 bits, OFFSET more than they stand for. A pair of products is at most 2 * 15 * 128, and 8 of them fit 16
+// bits.
+template <class L, int OFFSET_OF_CODES>
+struct PackedDots : IntegerSums {
+  using Loader = L;
+  static constexpr int V = 1, X_BYTES = 1, OFFSET = OFFSET_OF_CODES, TILE = 4, CHAINS = 1;
   static constexpr int64_t MOST = 8;
   using IntegerSums::IntegerSums;
 
@@ -106,6 +109,9 @@ struct Int4ByInt8 : IntegerSums {
     return _mm256_add_epi32(sum, _mm256_madd_epi16(part, _mm256_set1_epi16(1)));
   }
 };
+
+using Int2ByInt8 = PackedDots<Packed2, 2>;
+using Int4ByInt8 = PackedDots<Packed4, 8>;
 
 // Both sides as 16 bits: bytes times bytes would saturate, and -128 has no magnitude in 8 bits.
 struct Int8ByInt8 : IntegerSums {

@@ -371,6 +371,14 @@ class Matmul {
   uint8_t from_[kUnit];  // where each element of a packed unit of x comes from
 };
 
+static bool matmul_by_int8(const Product& p) {
+  switch (p.layout) {
+    case PACKED2: return Matmul<Int2ByInt8>(p).run();
+    case PACKED4: return Matmul<Int4ByInt8>(p).run();
+    default: return Matmul<Int8ByInt8>(p).run();
+  }
+}
+
 template <class C>
 static bool multiply_by_fixed(const Product& p) {
   return Panel<C>::fixed_group(p) != 0 && Matmul<C>(p).run();

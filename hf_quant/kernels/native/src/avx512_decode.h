@@ -450,6 +450,23 @@ struct Packed4Unsigned {
   }
 };
 
+// Each of 32 bytes, widened to a word, moves its upper two codes into the upper byte: then the codes lie as those of 4 bits.
+struct Packed2Unsigned {
+  static constexpr int BLOCK = 128, VECS = 2, BYTES = 32, PARTS = 1, OFFSET = 2;
+  using Table = NoTable;
+
+  explicit Packed2Unsigned(const Product&) {}
+  static int code(int vec, int byte) { return Packed4Unsigned::code(vec, byte); }
+  static constexpr int lane_code(int lane) { return Packed4Unsigned::lane_code(lane); }
+
+  HFQ_INLINE void load(const uint8_t* p, Masks m, __m512i* part) { Packed2::load(p, m, part); }
+  HFQ_INLINE void codes(const __m512i* part, __m512i* value) {
+    const __m512i mask = _mm512_set1_epi8(3), pairs = _mm512_or_si512(part[0], _mm512_slli_epi16(part[0], 4));
+    value[0] = _mm512_and_si512(pairs, mask);
+    value[1] = bits_of_bytes<2, 2>(pairs);
+  }
+};
+
 struct BytesUnsigned {
   static constexpr int BLOCK = 64, VECS = 1, BYTES = 64, PARTS = 1, OFFSET = 128;
   using Table = NoTable;

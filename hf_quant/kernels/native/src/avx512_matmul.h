@@ -239,8 +239,13 @@ static bool matmul_by_bf16(const Product& p) {
 #endif
 
 static bool matmul_in_blocks(const Product& p) {
-  if (p.compute == BY_INT8)
-    return p.layout == PACKED4 ? Matmul<ByInt8<Packed4Unsigned>>(p).run() : Matmul<ByInt8<BytesUnsigned>>(p).run();
+  if (p.compute == BY_INT8) {
+    switch (p.layout) {
+      case PACKED2: return Matmul<ByInt8<Packed2Unsigned>>(p).run();
+      case PACKED4: return Matmul<ByInt8<Packed4Unsigned>>(p).run();
+      default: return Matmul<ByInt8<BytesUnsigned>>(p).run();
+    }
+  }
 #if HFQ_VBMI
   if (by_bf16(p)) return matmul_by_bf16(p);
 #endif

@@ -16,7 +16,7 @@ static bool multiply_by_f32(const Product& p) {
 }
 
 static bool matmul(const Product& p) {
-  if (p.compute == BY_INT8) return p.layout == PACKED4 ? Matmul<Int4ByInt8>(p).run() : Matmul<Int8ByInt8>(p).run();
+  if (p.compute == BY_INT8) return matmul_by_int8(p);
   switch (p.layout) {
     case PACKED2: return multiply_in_fixed_point<Packed2>(p) || multiply_by_f32<ByF32<Levels<Packed2>>>(p);
     case PACKED3: return multiply_in_fixed_point<Packed3>(p) || multiply_by_f32<ByF32<Levels<Packed3>>>(p);

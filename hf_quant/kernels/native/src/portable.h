@@ -365,7 +365,7 @@ class Matmul {
                    float total, int32_t& open) const {
     const int8_t* x = reinterpret_cast<const int8_t*>(x_) + i * p_.K;
     const int8_t* codes = reinterpret_cast<const int8_t*>(scratch.codes) + r * kColumns;
-    const int offset = p_.layout == BYTES_INT ? 0 : 8;
+    const int offset = p_.layout == PACKED2 ? 2 : p_.layout == PACKED4 ? 8 : 0;
     for (int64_t at = 0; at < columns;) {
       const int64_t g = p_.groups == 1 ? 0 : (k + at) / p_.group_size, group_end = min64(p_.K, (g + 1) * group());
       const int64_t end = min64(columns, group_end - k);
