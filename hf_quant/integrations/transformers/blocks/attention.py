@@ -34,6 +34,7 @@ from hf_quant.integrations.transformers.blocks.base import (
     by_name,
     check_read,
     difference,
+    host_class,
     outputs_of,
     width_of,
 )
@@ -282,7 +283,7 @@ class AttentionBlock:
 
     def host_of(self, module: nn.Module) -> Callable[..., Any]:
         """The `forward` of a module, or of its layer, which a trial calls with cos and sin."""
-        host = getattr(type(module), "_hf_quant_block_of", type(module)).forward
+        host = host_class(module).forward
         return given_complex(host) if self.takes_complex else host
 
     def layouts(self) -> list[Layout | None]:

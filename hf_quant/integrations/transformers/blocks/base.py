@@ -254,6 +254,11 @@ def unfuse_(module: nn.Module) -> None:
         module.__class__ = type(module)._hf_quant_block_of
 
 
+def host_class(module: nn.Module) -> type[nn.Module]:
+    """The class of the host, of a module that may have a block."""
+    return getattr(type(module), "_hf_quant_block_of", type(module))
+
+
 def is_fused(module: nn.Module) -> bool:
     """True if `fuse_` was called with the module."""
     return _STATE in module.__dict__
@@ -352,13 +357,13 @@ def by_name(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str,
     """Arguments of a module's call by name, but for the first one, as its host's `forward` names them."""
     if len(args) < 2:
         return kwargs
-    names = _names_of(getattr(type(module), "_hf_quant_block_of", type(module)))
+    names = _names_of(host_class(module))
     return {**dict(zip(names[1:], args[1:])), **kwargs}
 
 
 def twin_of(module: nn.Module, children: dict[str, nn.Module | None]) -> nn.Module:
     """A module of the host's class with the state of `module`, but for its blocks, and other children."""
-    twin = object.__new__(getattr(type(module), "_hf_quant_block_of", type(module)))
+    twin = object.__new__(host_class(module))
     twin.__dict__.update(module.__dict__)
     twin.__dict__.pop(_STATE, None)  # a block that holds a twin would hold itself, and the memory of a deleted model
     twin.__dict__["_modules"] = children

@@ -21,6 +21,7 @@ from hf_quant.integrations.transformers.blocks.base import (
     add_product,
     by_name,
     difference,
+    host_class,
     random_rows,
     width_of,
 )
@@ -131,7 +132,7 @@ class CrossLayer:
         """Compare with the host's layer, whose attention function returns given results. Raises Unproven."""
         trials, name = [probe(self.K, 0, at, dtype, angle_dtype=dtype) for at in POSITIONS], type(module).__name__
         states = random_rows(2, STATES, width_of(self.crossing.layers[1]), dtype=dtype, seed=3)
-        host, more = type(module)._hf_quant_block_of.forward, self._arguments(dtype)
+        host, more = host_class(module).forward, self._arguments(dtype)
         found = [records(host, module, trial, encoder_hidden_states=states, **more) for trial in trials]
         if any(len(calls) != 2 for calls in found):
             raise Unproven(f"{name} does not call two attention functions")

@@ -36,6 +36,7 @@ from hf_quant.integrations.transformers.blocks.base import (
     Unproven,
     Watch,
     by_name,
+    host_class,
     is_same,
     is_served,
     new_result,
@@ -270,7 +271,7 @@ def _parts(kinds: list[tuple]) -> list[tuple[int | None, int, int]]:
 
 def _record(module: nn.Module, kwargs: dict[str, Any]) -> tuple[list[Call], Any]:
     """(calls of the children, output) of a decoder's host; its layers return what they get."""
-    host = type(module)._hf_quant_block_of
+    host = host_class(module)
     types = set(getattr(module.config, "layer_types", None) or ())
     if host.forward.__module__.partition(".")[0] != "transformers" or not types <= _TYPES:
         raise Unproven(f"the masks of {host.__name__} are not known")

@@ -19,6 +19,7 @@ from hf_quant.integrations.transformers.blocks.base import (
     Unproven,
     Watch,
     difference,
+    host_class,
     random_rows,
     width_of,
 )
@@ -88,10 +89,9 @@ class GpuNorm:
         self.watch, self.width = Watch(module), width
         self.weight, eps = getattr(module, "weight", None), _eps_of(module)
         check_place(module, device)
-        host = getattr(type(module), "_hf_quant_block_of", type(module))
         rows = [random_rows(1, 1, width, dtype=torch.float32, seed=i) * size for i, size in enumerate(_SIZES)]
         probe = torch.cat(rows).to(device, dtype)
-        expected = host.forward(module, probe)
+        expected = host_class(module).forward(module, probe)
 
         def error_of(found: Tensor) -> float:
             return max(difference(own, row) for own, row in zip(found.unbind(), expected.unbind()))
@@ -123,7 +123,7 @@ class GpuMLP:
         self.K = width_of(self.layers[0])
         check_place(module, device)
         probe = random_rows(1, 2, self.K, dtype=dtype, device=device)
-        error = difference(self(probe), type(module)._hf_quant_block_of.forward(module, probe))
+        error = difference(self(probe), host_class(module).forward(module, probe))
         if not error <= TOLERANCE[dtype]:
             raise Unproven(f"{type(module).__name__} computes something else: off by {error:.3g} roundings")
 

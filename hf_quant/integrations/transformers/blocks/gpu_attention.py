@@ -22,6 +22,7 @@ from hf_quant.integrations.transformers.blocks.base import (
     Unproven,
     Watch,
     difference,
+    host_class,
     state_of,
 )
 from hf_quant.integrations.transformers.blocks.calls import TAKEN, implementation_of
@@ -120,7 +121,7 @@ def _positions(module: nn.Module) -> tuple[int, ...]:
 
     To read a table beyond its end is an error on a CPU, but ends the use of a GPU by the process.
     """
-    named = inspect.signature(type(module)._hf_quant_block_of.forward).parameters
+    named = inspect.signature(host_class(module).forward).parameters
     if "position_ids" not in named:
         return POSITIONS
     known = getattr(module.config, "max_position_embeddings", None)
@@ -177,7 +178,7 @@ class GpuLayer:
         error = 0.0
         for tokens in (1, 3):
             trial = probe(self.K, turned, _POSITION, dtype, tokens, angle_dtype=dtype, device=device)
-            of = record(type(module)._hf_quant_block_of.forward, module, trial)
+            of = record(host_class(module).forward, module, trial)
             seen: list[Tensor] = []
 
             def attend(

@@ -31,6 +31,7 @@ from hf_quant.integrations.transformers.blocks.base import (
     by_name,
     check_read,
     difference,
+    host_class,
     is_served,
     outputs_of,
     random_rows,
@@ -300,7 +301,6 @@ class LatentAttention(AttentionBlock):
 
     def _prove(self, module: nn.Module) -> float:
         exact = twin_of(module, {**module._modules, _EXPANDING: _Exact(module._modules[_EXPANDING])})
-        host = getattr(type(module), "_hf_quant_block_of", type(module))
         found, records = self._records(exact)
         for of in records:
             if of.output[1] is not None or of.options.get("scaling") is None:
@@ -315,7 +315,7 @@ class LatentAttention(AttentionBlock):
         self.turn = ways[errors.index(best)]
         for trial, of in zip(found, records):
             own = self.of_trial(self.projections_of(), trial)
-            states = host.expand_kv(exact, *(part.transpose(1, 2) for part in own[2:]))
+            states = host_class(module).expand_kv(exact, *(part.transpose(1, 2) for part in own[2:]))
             output = self.layers[-1](of.result.reshape(*of.result.shape[:2], -1))
             pairs = ((states[0], of.k), (states[1], of.v), (output, of.output[0]))
             best = max(best, *(difference(*pair) for pair in pairs))

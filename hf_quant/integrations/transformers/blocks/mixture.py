@@ -24,6 +24,7 @@ from hf_quant.integrations.transformers.blocks.base import (
     as_part,
     check_read,
     difference,
+    host_class,
     is_served,
     random_rows,
     twin_of,
@@ -144,7 +145,7 @@ class MixtureBlock:
         recorder = _Recorder(results)
         children = {n: recorder if child is self.experts else child for n, child in module._modules.items()}
         twin = twin_of(module, children)
-        outputs = [type(module)._hf_quant_block_of.forward(twin, x) for _ in results]
+        outputs = [host_class(module).forward(twin, x) for _ in results]
         self.returns_more = isinstance(outputs[0], tuple)
         outputs = [output[0] if self.returns_more else output for output in outputs]
         calls = recorder.calls
@@ -204,7 +205,7 @@ class MixtureBlock:
                 twin.__dict__[held] = {n: added if t is not None and t is correction else t for n, t in tensors}
             recorder = _Recorder([torch.zeros(_MANY_ROWS, self.N, dtype=self.dtype)])
             children = {n: recorder if child is self.experts else child for n, child in module._modules.items()}
-            type(module)._hf_quant_block_of.forward(twin_of(module, {**children, place: twin}), x)
+            host_class(module).forward(twin_of(module, {**children, place: twin}), x)
             more = 0.0 if added is None else added.float().flatten()
             scores = [logits.softmax(-1) + more, logits.sigmoid() + more]
             shares.append([_agreement(scores[by_sigmoid], way, recorder.calls[0][1]) for way, by_sigmoid in ways])

@@ -18,6 +18,7 @@ from hf_quant.integrations.transformers.blocks.base import (
     add_product,
     check_read,
     difference,
+    host_class,
     is_served,
     outputs_of,
     random_rows,
@@ -89,8 +90,7 @@ def named(act: Any, owner: str) -> str:
 
 def takes_more(module: nn.Module | None) -> bool:
     """True if a module's forward takes more than x: BLOOM's adds the residual."""
-    host = getattr(type(module), "_hf_quant_block_of", type(module))
-    return len(inspect.signature(host.forward).parameters) > 2
+    return len(inspect.signature(host_class(module).forward).parameters) > 2
 
 
 class MLPBlock:
@@ -111,7 +111,7 @@ class MLPBlock:
             return
         check_read(module, *self.layers)
         probe = random_rows(1, 2, self.K, dtype=dtype)
-        error = difference(self(probe), type(module)._hf_quant_block_of.forward(module, probe))
+        error = difference(self(probe), host_class(module).forward(module, probe))
         if not error <= TOLERANCE[dtype]:
             raise Unproven(f"{type(module).__name__} computes something else: off by {error:.3g} roundings")
 

@@ -15,6 +15,7 @@ from hf_quant.integrations.transformers.blocks.base import (
     Unproven,
     Watch,
     difference,
+    host_class,
     is_served,
     random_rows,
 )
@@ -55,10 +56,9 @@ class NormBlock:
         self.watch, self.width, self.dtype = Watch(module), width, dtype
         self.weight, self.bias = (module._parameters.get(name) for name in ("weight", "bias"))
         self.eps = _eps_of(module)
-        host = getattr(type(module), "_hf_quant_block_of", type(module))
         probe = torch.cat([random_rows(1, 1, width, dtype=dtype, seed=i) * size for i, size in enumerate(_SIZES)])
         probe = probe.to(dtype)
-        expected = host.forward(module, probe)
+        expected = host_class(module).forward(module, probe)
         weights = ((False, False), (True, False), (True, True))  # plus_one, rounds_weight
         ways = [dict(zip(_OPTIONS, (*w, *way))) for w, *way in product(weights, (True, False), (False, True))]
         errors = []

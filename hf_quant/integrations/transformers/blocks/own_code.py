@@ -27,6 +27,7 @@ from hf_quant.integrations.transformers.blocks.base import (
     Watch,
     by_name,
     difference,
+    host_class,
     random_rows,
 )
 from hf_quant.integrations.transformers.blocks.calls import are_tokens, past_of
@@ -165,7 +166,7 @@ class OwnLayer(LayerBlock):
 
     def _host(self, module: nn.Module, trial: Trial, factor: float = 1.0, *, sees_one: bool = False) -> _Found:
         """The results of the host for a trial with keys of a size; `sees_one`: with a mask that leaves one token."""
-        (B, S, _), (heads, shared, D, _), host = trial[0].shape, self.attention.sizes, type(module)._hf_quant_block_of
+        (B, S, _), (heads, shared, D, _), host = trial[0].shape, self.attention.sizes, host_class(module)
         past, tokens, dtype = _Past((B, shared, D), trial[0].dtype, factor), _BEFORE + S, self.of_mask
         bias = random_rows(B * heads, 1, tokens, dtype=trial[0].dtype, seed=11) / 2 if self.has_bias else None
         mask = random_rows(B, 1, S, tokens, dtype=torch.float32, seed=10) / 2

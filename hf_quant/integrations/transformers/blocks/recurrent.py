@@ -22,6 +22,7 @@ from hf_quant.integrations.transformers.blocks.base import (
     Watch,
     add_product,
     difference,
+    host_class,
     is_served,
     random_rows,
 )
@@ -259,7 +260,7 @@ def _error(block: Block, mixer: Mixer, module: nn.Module, *, tokens: int = 1, **
         if recurrent is not None:
             recurrent.copy_(random_rows(*recurrent.shape, dtype=torch.float32, seed=2))
         theirs = _States(conv.clone(), None if recurrent is None else recurrent.clone())
-    host = type(module)._hf_quant_block_of.forward
+    host = host_class(module).forward
     expected = host(module, hidden_states=x, attention_mask=None, **kwargs, **{kv_cache.cache_name(host): theirs})
     y = torch.empty_like(x)
     _move(block, given, x, y)

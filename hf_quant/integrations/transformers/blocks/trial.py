@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_quant import kv_cache
-from hf_quant.integrations.transformers.blocks.base import Unproven, random_rows
+from hf_quant.integrations.transformers.blocks.base import Unproven, host_class, random_rows
 
 
 Trial = tuple[Tensor, Tensor, Tensor, int]  # x [2, S, K], cos and sin [2, S, turned], position
@@ -17,7 +17,7 @@ Trial = tuple[Tensor, Tensor, Tensor, int]  # x [2, S, K], cos and sin [2, S, tu
 
 def has_own_code(attention: nn.Module) -> bool:
     """True if an attention asks no registry for the function that computes it, so that none can be recorded."""
-    return _has_own_code(getattr(type(attention), "_hf_quant_block_of", type(attention)))
+    return _has_own_code(host_class(attention))
 
 
 @cache
