@@ -106,7 +106,7 @@ class AttentionBlock:
     def __init__(self, module: nn.Module, dtype: torch.dtype, turned: int, angle_dtype: torch.dtype) -> None:
         self._read(module, dtype, turned, angle_dtype)
         D = self.sizes.D
-        self.norms = [as_part(norm, dtype, NormBlock(norm, _width(norm, D), dtype)) for norm in _norms(module)]
+        self.norms = [as_part(NormBlock, norm, dtype, _width(norm, D)) for norm in _norms(module)]
         self.scale = self._prove(module)
         check_read(module, *self.layers, *_norms(module), self.options.get("s_aux"))
         self.projections = self.projections_of()

@@ -269,9 +269,9 @@ def state_of(module: nn.Module) -> State | None:
     return module.__dict__.get(_STATE)
 
 
-def as_part(module: nn.Module, dtype: torch.dtype, block: _B) -> _B:
-    """Return the block of a part of a module for x of one dtype: the part runs it by itself, too, without a trial."""
-    state = state_of(module)
+def as_part(make: Callable[..., _B], module: nn.Module, dtype: torch.dtype, *args: Any) -> _B:
+    """Make the block of a part of a module for x of one dtype: the part runs it by itself, too, without a trial."""
+    block, state = make(module, dtype, *args), state_of(module)
     if state is not None:
         state.found[dtype], state.reason = block, None
     return block

@@ -69,7 +69,7 @@ class CrossLayer:
         self.K, self.mlp = self.attention.K, self._mlp(module, dtype)
         if {self.crossing.K, self.mlp.K, self.mlp.N} != {self.K}:
             raise Unproven("the widths of its parts differ")
-        self.norms = [NormBlock(norm, self.K, dtype) for norm in self._norms(module)]
+        self.norms = [NormBlock(norm, dtype, self.K) for norm in self._norms(module)]
         parts = (self.attention, self.crossing, self.mlp)
         self.watch = Watch.of_all([self._watch(module), *(part.watch for part in parts)])
         self._prove(module, dtype)

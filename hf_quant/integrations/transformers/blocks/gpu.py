@@ -85,7 +85,7 @@ def closest(ways: list[_Way], error_of: Callable[[_Way], float]) -> _Way:
 class GpuNorm:
     """The block of a norm of rows of one dtype and width."""
 
-    def __init__(self, module: nn.Module, width: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, dtype: torch.dtype, width: int, device: torch.device) -> None:
         self.watch, self.width = Watch(module), width
         self.weight, eps = getattr(module, "weight", None), _eps_of(module)
         check_place(module, device)
@@ -143,7 +143,7 @@ def run_norm(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Tens
         return None
     x = args[0]
     width = x.shape[-1]
-    block = block_of(module, state, x, lambda: GpuNorm(module, width, x.dtype, x.device))
+    block = block_of(module, state, x, lambda: GpuNorm(module, x.dtype, width, x.device))
     return None if block is None or block.width != width else block(x)
 
 

@@ -53,7 +53,7 @@ class GpuAttention(AttentionBlock):
         if self.is_gated:
             raise Unproven(f"{type(module).__name__} has gates")
         D = self.sizes.D
-        norms = [GpuNorm(norm, _width(norm, D), dtype, device) for norm in _norms(module)]
+        norms = [GpuNorm(norm, dtype, _width(norm, D), device) for norm in _norms(module)]
         # Norms of heads are a part of the launch, if those of queries and keys are alike; norms of rows are not.
         fuses = bool(norms) and all(norm.width == D and norm.options == norms[0].options for norm in norms)
         self.norms = [] if fuses else norms
@@ -170,7 +170,7 @@ class GpuLayer:
         self.attention, self.mlp, self.K = found, mlp_block, found.K
         self.watch = Watch.of_all([Watch(module), found.watch, mlp_block.watch])
         names = names_of_norms(module, name_of_attention(module)) or ()
-        self.norms = [None if name is None else GpuNorm(children[name], self.K, dtype, device) for name in names]
+        self.norms = [None if name is None else GpuNorm(children[name], dtype, self.K, device) for name in names]
         self._prove(module, dtype, turned_by(angles), device)
 
     def _prove(self, module: nn.Module, dtype: torch.dtype, turned: int, device: torch.device) -> None:

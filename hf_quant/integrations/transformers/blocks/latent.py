@@ -214,7 +214,7 @@ class LatentAttention(AttentionBlock):
         self.sizes = Sizes(heads, 1, rank, turned)
         self._read_shapes([(heads, rank), (heads, of_turned), (1, rank), (1, of_turned)])
         widths = [rank, width_of(queries[-1])]
-        self.norms = [as_part(norm, dtype, NormBlock(norm, size, dtype)) for norm, size in zip(norms, widths)]
+        self.norms = [as_part(NormBlock, norm, dtype, size) for norm, size in zip(norms, widths)]
         kv_cache.register_attention()
         self.scale = self._prove(module)
         check_read(module, *self.layers, self.joined, *norms, module._modules[_EXPANDING])

@@ -5,6 +5,7 @@ attention is one, and what lies behind it. The parts are the blocks of its modul
 them together.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -114,16 +115,12 @@ class Rest:
     def __init__(self, module: nn.Module, mixer: str, K: int, dtype: torch.dtype) -> None:
         children, rest = module._modules, feed_forward(module)
         is_part = rest is module or takes_more(rest)
-        self.mlp = MLPBlock(rest, dtype, is_part=is_part) if is_mlp(rest) else MixtureBlock(rest, dtype)
-        if not is_part:
-            as_part(rest, dtype, self.mlp)
+        make = partial(MLPBlock, is_part=is_part) if is_mlp(rest) else MixtureBlock
+        self.mlp = make(rest, dtype) if is_part else as_part(make, rest, dtype)
         if self.mlp.K != K or self.mlp.N != K:
             raise Unproven("the widths of attention and feed-forward differ")
         self.K, self.names = K, names_of_norms(module, mixer) or ()
-        self.norms = [
-            None if name is None else as_part(children[name], dtype, NormBlock(children[name], K, dtype))
-            for name in self.names
-        ]
+        self.norms = [None if name is None else as_part(NormBlock, children[name], dtype, K) for name in self.names]
         check_read(module, *(child for child in children.values() if child is not None))
         self.factor = next((float(getattr(module, name)) for name in _FACTORS if hasattr(module, name)), 1.0)
 
@@ -154,9 +151,8 @@ class LayerBlock:
     """The native block of a layer with attention for x of one dtype, and angles of one."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, turned: int, of_angles: torch.dtype) -> None:
-        host = attention_of(module)
-        attention = as_part(host, dtype, self.kind_of_attention(module)(host, dtype, turned, of_angles))
-        self.attention = attention
+        kind = self.kind_of_attention(module)
+        self.attention = attention = as_part(kind, attention_of(module), dtype, turned, of_angles)
         self.K = attention.K
         self.rest = rest = Rest(module, name_of_attention(module), self.K, dtype)
         self.watch = Watch.of_all([Watch(module), attention.watch, rest.mlp.watch])

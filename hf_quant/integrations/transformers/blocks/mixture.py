@@ -128,7 +128,7 @@ class MixtureBlock:
         is_clamped = hasattr(experts, "alpha") and hasattr(experts, "limit")  # gpt-oss
         self.clamp = {"alpha": float(experts.alpha), "limit": float(experts.limit)} if is_clamped else {}
         self.activation = "clamped_pairs" if is_clamped else activation_of(experts)
-        self.shared = as_part(shared[0], dtype, MLPBlock(shared[0], dtype)) if shared else None
+        self.shared = as_part(MLPBlock, shared[0], dtype) if shared else None
         self.shared_gate: Tensor | None = None
         self.routing = routing = self._prove(module, router)
         of_router = (routing.weight, routing.bias, self._correction(module, router))

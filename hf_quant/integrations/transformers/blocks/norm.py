@@ -52,7 +52,7 @@ def _eps_of(module: nn.Module) -> float:
 class NormBlock:
     """The native block of a norm of rows of one dtype."""
 
-    def __init__(self, module: nn.Module, width: int, dtype: torch.dtype) -> None:
+    def __init__(self, module: nn.Module, dtype: torch.dtype, width: int) -> None:
         self.watch, self.width, self.dtype = Watch(module), width, dtype
         self.weight, self.bias = (module._parameters.get(name) for name in ("weight", "bias"))
         self.eps = _eps_of(module)
@@ -92,5 +92,5 @@ def run_norm(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Tens
     if not is_served(x) or not x.numel() or x.dtype not in TOLERANCE:
         return None
     width = x.shape[-1]
-    block = state.block(module, x.dtype, lambda: NormBlock(module, width, x.dtype))
+    block = state.block(module, x.dtype, lambda: NormBlock(module, x.dtype, width))
     return None if block is None or block.width != width else block(x)

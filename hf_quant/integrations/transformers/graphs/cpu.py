@@ -171,7 +171,7 @@ def _end(decoder: DecoderBlock, head: nn.Module, N: int) -> Callable[[Tensor], T
     try:
         block = Block(decoder.dtype, K, N)
         middle = block.buffer(K)
-        NormBlock(norm, K, decoder.dtype).add_to(block, 0, middle)
+        NormBlock(norm, decoder.dtype, K).add_to(block, 0, middle)
         add_product(block, middle, 1, head)
         block.finish()
     except Unproven:
