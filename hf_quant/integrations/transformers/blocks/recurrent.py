@@ -23,10 +23,9 @@ from hf_quant.integrations.transformers.blocks.base import (
     add_product,
     difference,
     host_class,
-    is_served,
     random_rows,
 )
-from hf_quant.integrations.transformers.blocks.calls import TAKEN
+from hf_quant.integrations.transformers.blocks.calls import are_tokens
 from hf_quant.integrations.transformers.blocks.layer import CHUNK, Rest, has_parts
 from hf_quant.integrations.transformers.blocks.mlp import named
 from hf_quant.integrations.transformers.blocks.norm import _eps_of
@@ -376,13 +375,7 @@ def is_recurrent_layer(module: nn.Module, linear: Classes) -> bool:
 def _run(module: nn.Module, state: State, x: Any, kwargs: dict[str, Any], make: Any) -> Tensor | None:
     """The output for tokens x [B, S, K], of modules but layers S = 1; None where the host has to compute it."""
     past = kv_cache.cache_in(kwargs)
-    if module.training or past is None or not is_served(x) or x.dtype not in TOLERANCE:
-        return None
-    if x.dim() != 3 or not x.numel():
-        return None
-    if kwargs.get("attention_mask") is not None:
-        return None
-    if not all([name in TAKEN or value is None or value is False for name, value in kwargs.items()]):
+    if module.training or past is None or kwargs.get("attention_mask") is not None or not are_tokens(x, kwargs):
         return None
     found = state.block(module, x.dtype, lambda: make(x.dtype))
     if found is None or found.K != x.shape[2]:
