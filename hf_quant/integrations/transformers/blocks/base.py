@@ -155,11 +155,18 @@ class State:
             self._prompts = State()
         return self._prompts
 
+    def held(self, key: Hashable) -> Any:
+        """The block for calls of a kind that there is, None without one, or if parts of the module were replaced."""
+        found = self.found.get(key)
+        if found is None or not found.watch.holds():
+            return None
+        self.reason = None  # an adapter or a hook may be gone again
+        return found
+
     def block(self, module: nn.Module, key: Hashable, make: Callable[[], Any]) -> Any:
         """The block of a module for calls of a kind, None if it has none: `make` makes it, or raises Unproven."""
-        found = self.found.get(key)
-        if found is not None and found.watch.holds():
-            self.reason = None  # an adapter or a hook may be gone again
+        found = self.held(key)
+        if found is not None:
             return found
         if self.waits:
             self.waits -= 1

@@ -381,15 +381,11 @@ def _output_of(output: Any, y: Tensor, past: Any) -> Callable[[Tensor, Any], Any
 
 def _block_of(layer: nn.Module, dtype: torch.dtype) -> LayerBlock | RecurrentLayer:
     state = state_of(layer)
-    block = None if state is None else state.found.get(dtype)
-    if block is None or not block.watch.holds():
+    block = None if state is None else state.held(dtype)
+    if block is None:
         raise Unproven("a layer has no block")
-    is_changed = isinstance(block, LayerBlock) and (
-        block.attention.implementation != implementation_of(attention_of(layer))
-    )
-    if is_changed:
+    if isinstance(block, LayerBlock) and block.attention.implementation != implementation_of(attention_of(layer)):
         raise Unproven("another attention function is chosen")
-    state.reason = None  # an adapter or a hook may be gone again
     return block
 
 

@@ -49,13 +49,8 @@ def is_served(module: nn.Module, x: Any) -> bool:
 def block_of(module: nn.Module, state: State, x: Tensor, make: Callable[[], Any]) -> Any:
     """The block of a module for x of its dtype and device, None if it has none; `make` as for `State.block`."""
     key = (x.device, x.dtype)
-    found = state.found.get(key)
-    if found is not None and found.watch.holds():
-        state.reason = None  # an adapter or a hook may be gone again
-        return found
-    if is_capturing(x):
-        return None
-    return state.block(module, key, make)
+    found = state.held(key)
+    return found if found is not None or is_capturing(x) else state.block(module, key, make)
 
 
 def is_capturing(x: Tensor) -> bool:
