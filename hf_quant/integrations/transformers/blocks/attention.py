@@ -186,12 +186,15 @@ class AttentionBlock:
         for target, norm in zip(to, self.norms or (None, None)):
             if norm is not None and not self.norms_last:
                 norm.add_to(block, target, target)
-            if self.turn is not None:
-                pairs, rounds = self.turn
-                how = {"pairs": pairs, "rounds": rounds, "angle_dtype": self.angle_dtype}
-                block.turn(target, 1, 2, head_dim=self.sizes.D, **how)
+            self.add_turn(block, target, self.sizes.D)
             if norm is not None and self.norms_last:
                 norm.add_to(block, target, target)
+
+    def add_turn(self, block: Block, x: int, head_dim: int) -> None:
+        """Add the rotary embedding of queries or keys x, if there is one."""
+        if self.turn is not None:
+            pairs, rounds = self.turn
+            block.turn(x, 1, 2, head_dim=head_dim, pairs=pairs, rounds=rounds, angle_dtype=self.angle_dtype)
 
     def scale_queries(self, block: Block, q: int) -> None:
         """Add the step that multiplies queries, if the module does."""

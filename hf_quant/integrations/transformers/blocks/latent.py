@@ -242,10 +242,7 @@ class LatentAttention(AttentionBlock):
         self.norms[0].add_to(block, latents, latents)
         block.multiply_heads(unturned, q, self.keys, sums=True)
         for part in (q_turned, turned):
-            if self.turn is not None:
-                pairs, rounds = self.turn
-                how = {"pairs": pairs, "rounds": rounds, "angle_dtype": self.angle_dtype}
-                block.turn(part, 1, 2, head_dim=self.value_dim, **how)
+            self.add_turn(block, part, self.value_dim)
 
     def add_to(self, block: Block, x: int, to: int) -> None:
         q, q_turned, *new = found = [block.buffer(width) for width in self.widths]
