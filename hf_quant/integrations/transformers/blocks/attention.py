@@ -424,7 +424,7 @@ class AttentionBlock:
         """The result [B, S, heads, D] of the attention of what `projected` gives, which a cache takes if any."""
         return self.attend(module, *(part.transpose(1, 2) for part in projected[: self.num_states]), mask, past)
 
-    def takes(self, module: nn.Module, x: Tensor, past: Any) -> bool:
+    def takes(self, x: Tensor, past: Any) -> bool:
         """True if the block may compute tokens x [B, S, K] behind those of a cache."""
         return True
 

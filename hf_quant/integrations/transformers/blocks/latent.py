@@ -274,7 +274,7 @@ class LatentAttention(AttentionBlock):
         options = {"is_causal": is_causal, "scale": self.scale}
         return kv_cache.attend_to_latents(q, q_turned, latents, turned, mask, **options)
 
-    def takes(self, module: nn.Module, x: Tensor, past: Any) -> bool:
+    def takes(self, x: Tensor, past: Any) -> bool:
         return _are_few(*x.shape[:2], length_of(past, self.index))
 
     def takes_places(self, tokens: int, places: Sequence[int]) -> bool:
@@ -299,9 +299,8 @@ class LatentAttention(AttentionBlock):
     def _prove(self, module: nn.Module) -> float:
         exact = twin_of(module, {**module._modules, _EXPANDING: _Exact(module._modules[_EXPANDING])})
         found, records = self._records(exact)
-        for of in records:
-            if of.output[1] is not None or of.options.get("scaling") is None:
-                raise Unproven(f"{type(module).__name__} asks for another attention")
+        if any(of.options.get("scaling") is None for of in records):
+            raise Unproven(f"{type(module).__name__} asks for another attention")
         errors, ways = [], self.turns()
         for self.turn in ways:
             made = [self.of_trial(self.projections_of(), trial) for trial in found]

@@ -283,7 +283,7 @@ def run_layer(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Ten
     if turned and not fit(*angles, B, turned, attention.angle_dtype, S):
         return None
     mask, past = kwargs.get("attention_mask"), past_of(kwargs)
-    if not attention.takes(attention_of(module), x, past) or not attention.reaches(kwargs.get("position_ids")):
+    if not attention.takes(x, past) or not attention.reaches(kwargs.get("position_ids")):
         return None
     is_short = B * S <= (MAX_ROWS if S == 1 else CHUNK)
     y = attention.with_codes(block.block, x, angles, mask, past) if is_short else None
