@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from itertools import chain
+from math import inf
 from typing import Any, NamedTuple, TypeVar
 from weakref import ref
 
@@ -206,6 +207,14 @@ def is_served(x: Any) -> bool:
         and x.is_contiguous()
         and not torch.is_autocast_enabled("cpu")
     )
+
+
+def rows_given(args: tuple, kwargs: dict[str, Any], most: float = inf) -> Tensor | None:
+    """The x [..., K] of a call with nothing else; None if it is of more than `most` rows, or no block serves it."""
+    if len(args) != 1 or kwargs or not is_served(args[0]):
+        return None
+    x = args[0]
+    return x if x.dtype in TOLERANCE and 0 < x.numel() <= most * x.shape[-1] else None
 
 
 def new_result(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

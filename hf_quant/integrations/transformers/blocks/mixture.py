@@ -25,8 +25,8 @@ from hf_quant.integrations.transformers.blocks.base import (
     check_read,
     difference,
     host_class,
-    is_served,
     random_rows,
+    rows_given,
     twin_of,
     weight_of,
 )
@@ -292,10 +292,8 @@ class MixtureBlock:
 
 def run_mixture(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Tensor | None:
     """The output for x [B, S, K], None where the host has to compute it."""
-    if len(args) != 1 or kwargs or module.training:
-        return None
-    x = args[0]
-    if not is_served(x) or x.dtype not in TOLERANCE or x.dim() != 3 or not 0 < x.shape[0] * x.shape[1] <= MAX_ROWS:
+    x = rows_given(args, kwargs, MAX_ROWS)
+    if x is None or module.training or x.dim() != 3:
         return None
     block = state.block(module, x.dtype, lambda: MixtureBlock(module, x.dtype))
     return None if block is None or block.K != x.shape[-1] or block.returns_more else block(x)

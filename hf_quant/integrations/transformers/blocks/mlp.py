@@ -19,9 +19,9 @@ from hf_quant.integrations.transformers.blocks.base import (
     check_read,
     difference,
     host_class,
-    is_served,
     outputs_of,
     random_rows,
+    rows_given,
     width_of,
 )
 from hf_quant.kernels.native.blocks import Block
@@ -137,13 +137,8 @@ class MLPBlock:
 
 def run_mlp(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Tensor | None:
     """The output for x [..., K], None where the host has to compute it."""
-    if len(args) != 1 or kwargs or module.training:
-        return None
-    x = args[0]
-    if not is_served(x) or x.dtype not in TOLERANCE:
-        return None
-    K = x.shape[-1]
-    if not 0 < x.numel() <= MAX_ROWS * K:
+    x = rows_given(args, kwargs, MAX_ROWS)
+    if x is None or module.training:
         return None
     block = state.block(module, x.dtype, lambda: MLPBlock(module, x.dtype))
-    return None if block is None or block.K != K else block(x)
+    return None if block is None or block.K != x.shape[-1] else block(x)

@@ -16,8 +16,8 @@ from hf_quant.integrations.transformers.blocks.base import (
     Watch,
     difference,
     host_class,
-    is_served,
     random_rows,
+    rows_given,
 )
 from hf_quant.kernels.native.blocks import Block
 
@@ -86,10 +86,8 @@ class NormBlock:
 
 def run_norm(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Tensor | None:
     """The norm of x [..., width], None where the host has to compute it."""
-    if len(args) != 1 or kwargs:
-        return None
-    x = args[0]
-    if not is_served(x) or not x.numel() or x.dtype not in TOLERANCE:
+    x = rows_given(args, kwargs)
+    if x is None:
         return None
     width = x.shape[-1]
     block = state.block(module, x.dtype, lambda: NormBlock(module, x.dtype, width))

@@ -17,9 +17,9 @@ from hf_quant.integrations.transformers.blocks.base import (
     Unproven,
     Watch,
     difference,
-    is_served,
     new_result,
     random_rows,
+    rows_given,
 )
 from hf_quant.kernels.dispatch import is_plain
 from hf_quant.kernels.native.blocks import Block
@@ -60,10 +60,8 @@ class PlainLinearBlock:
 
 def run_plain_linear(module: nn.Linear, state: State, *args: Any, **kwargs: Any) -> Tensor | None:
     """The product of x [..., K], None where the host has to compute it."""
-    if len(args) != 1 or kwargs:
-        return None
-    x = args[0]
-    if not is_served(x) or x.dtype not in _DTYPES or not 0 < x.numel() <= _MOST_ROWS * x.shape[-1]:
+    x = rows_given(args, kwargs, _MOST_ROWS)
+    if x is None or x.dtype not in _DTYPES:
         return None
     block = state.block(module, x.dtype, lambda: PlainLinearBlock(module))
     return None if block is None or block.K != x.shape[-1] or block.dtype != x.dtype else block(x)
