@@ -226,15 +226,6 @@ if torch.version.hip is not None:
     RUNNERS["cuda"] = run_by_jit
 
 
-def check_grid(grid: tuple[int, ...]) -> None:
-    """Raise ValueError if a GPU takes no grid of that size: the second and the third number are of 16 bits."""
-    if len(grid) > 1 and max(grid[1:]) > MAX_GRID_YZ or grid[0] > MAX_GRID_X:
-        raise ValueError(
-            f"a launch of {' x '.join(map(str, grid))} blocks; a GPU takes at most {MAX_GRID_X} x {MAX_GRID_YZ} x "
-            f"{MAX_GRID_YZ}: give it fewer rows, heads or sequences at once"
-        )
-
-
 def launch_with_scratch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """`launch` for a kernel that makes tensor descriptors, which are in memory that Triton asks of an allocator.
 
