@@ -178,7 +178,6 @@ class Shape(NamedTuple):
     """The facts that a plan follows from, besides the lengths."""
 
     heads: int  # of keys, times the batch
-    repeats: int  # heads of queries for each
     D: int
     groups: int
     format: str
@@ -214,18 +213,17 @@ def attention_plan(shape: Shape, rows: int, target: Target) -> AttentionPlan | N
 
     One for all lengths of a cache: each token would make another.
     """
-    group_size = shape.D // shape.groups
-    if not target.has_dot or attention_unsupported_reason(shape.D, group_size, shape.dtype, shape.format):
+    group = shape.D // shape.groups
+    if not target.has_dot or attention_unsupported_reason(shape.D, group, shape.dtype, shape.format):
         return None
     spec, G = CODES[shape.format], _power(shape.groups)
     most = _ROWS if shape.D <= 128 else _ROWS // 2  # registers
     few = G * _power(rows) <= most or shape.dtype == torch.float32
-    group = shape.D // shape.groups
     table = config_table("kv_prefill", PREFILL_CONFIGS, target)
     row = next((r for r in table if shape.D <= r[0] and shape.has_mask <= r[1]), None)
     # No tile of queries spreads groups of other sizes: several tiles of a few rows.
     few = few or row is None or (group != shape.D and bool(group & (group - 1)))
-    options = {"D": shape.D, "GROUP": group, "G": G, "KIND": "minifloat" if spec.minifloat else "integer"}
+    options = {"D": shape.D, "G": G, "KIND": "minifloat" if spec.minifloat else "integer"}
     options |= {"BITS": spec.bits, "CODES": 16 // spec.bits, "SCALE": _FLOATS[shape.scale_dtype]}
     if few:
         parts = 1 if shape.dtype == torch.bfloat16 else 2
@@ -248,8 +246,7 @@ def attention_plan(shape: Shape, rows: int, target: Target) -> AttentionPlan | N
         while num_warps > 1 and E * join <= G * R and join < options["CODES"]:
             join *= 2
         use_ptx = target.is_nvidia
-        options |= {"R": R, "E": E, "JOIN": join, "BLOCK_N": block_n, "STAGES": stages}
-        options |= {"PARTS": parts}
+        options |= {"GROUP": group, "R": R, "E": E, "JOIN": join, "BLOCK_N": block_n, "STAGES": stages, "PARTS": parts}
         options |= {"MULTIPLIER": _multiplier(spec, torch.bfloat16), "MAGIC": use_ptx and spec.bits < 8}
         options |= {"K_PTX": place_ptx(shape.format, centered=False) if use_ptx else None}
         options |= {"V_PTX": place_ptx(shape.format, centered=True) if use_ptx else None}
@@ -391,7 +388,7 @@ def kv_attention_gpu(
     if unavailable_reason(q.device) is None and None not in (keys, values) and q.numel() and T:
         repeats, flags = H // kv_heads, (not (k_offset is None and v_offset is None), mask is not None)
         flags += (softcap is not None,)
-        shape = Shape(B * kv_heads, repeats, D, k_scale.shape[3], format, q.dtype, k_scale.dtype, *flags)
+        shape = Shape(B * kv_heads, D, k_scale.shape[3], format, q.dtype, k_scale.dtype, *flags)
         plan = attention_plan(shape, S * repeats, target_of(q.device))
     if plan is None:
         shift = None if softcap is None else op.mean_scores(q, k_frame, scale)

@@ -71,7 +71,6 @@ def _prefill_step(
     shift,
     cap,
     G: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SCALED: tl.constexpr,
@@ -93,7 +92,7 @@ def _prefill_step(
     MASK: tl.constexpr,
     FIRST: tl.constexpr,
 ):
-    """Add BLOCK_N tokens: acc [BLOCK_M, BLOCK_D], online softmax."""
+    """Add BLOCK_N tokens: acc [rows, BLOCK_D], online softmax."""
     keys = _dequantized(
         *(k_words, k_raw, BLOCK_N, BLOCK_D, G, SCALED, K_OFFSET, K_PAIRED, SCALE, DOT, KIND, BITS, CODES),
         *(MULTIPLIER, PTX, ONCE),
@@ -188,7 +187,6 @@ def _kv_prefill_kernel(
     y_head,
     y_token,
     D: tl.constexpr,
-    GROUP: tl.constexpr,
     G: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -292,7 +290,6 @@ def _kv_prefill_kernel(
                     shift,
                     cap,
                     G,
-                    BLOCK_M,
                     BLOCK_N,
                     BLOCK_D,
                     SCALED,
@@ -325,7 +322,6 @@ def _kv_prefill_kernel(
                 shift,
                 cap,
                 G,
-                BLOCK_M,
                 BLOCK_N,
                 BLOCK_D,
                 SCALED,
