@@ -58,9 +58,9 @@ class Best:
             self.shrink = torch.where(better, shrink, self.shrink)
 
 
-def clip_search(groups: Groups, power: float = 2.0) -> Best:
+def clip_search(groups: Groups) -> Best:
     """The best of: absmax, absmax with clipping, and the least-squares fit to the codes of the best of those."""
-    best, search = Best(groups, power), search_for(groups.format, groups.symmetric, groups.power_of_two_scales)
+    best, search = Best(groups, 2.0), search_for(groups.format, groups.symmetric, groups.power_of_two_scales)
     top = 2**groups.format.bits - 1
     sign = torch.where(groups.high > -groups.low, -1.0, 1.0) if search.turns else 1.0
     for factor in search.shrinks:

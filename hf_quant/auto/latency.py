@@ -145,17 +145,16 @@ def _matrix_rows(module: Any) -> int:
 
 
 class Latencies:
-    """Seconds of layers on the machine at hand, from a file as far as it has them.
+    """Seconds of layers on this machine, from `hf_quant/latency.json` in the user's cache as far as it has them.
 
     Args:
         model: the 16-bit model, whose layers are copied to be timed.
-        path: the file; None: `hf_quant/latency.json` in the user's cache, or no file if there is no home.
     """
 
-    def __init__(self, model: nn.Module, path: Path | None = None) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.model = model
         directory = cache_directory()
-        self.path = path if path is not None or directory is None else directory / "latency.json"
+        self.path = None if directory is None else directory / "latency.json"  # None: there is no home
         self._device = next(model.parameters()).device
         self._machine = _machine(self._device)
         self._known = _read(self.path).get(self._machine, {})

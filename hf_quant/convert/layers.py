@@ -16,11 +16,11 @@ from hf_quant.resolve import GROUP_SIZES
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def modules_with(files: TensorFiles, leaf: str, hint: str = "no layer of it is quantized") -> list[str]:
+def modules_with(files: TensorFiles, leaf: str) -> list[str]:
     """Return the names of the layers that have a tensor `leaf`. Raises ValueError if there are none."""
     found = [key.removesuffix(f".{leaf}") for key in files.tensors if key.endswith(f".{leaf}")]
     if not found:
-        raise ValueError(f"it holds no tensor named `{leaf}`: {hint}")
+        raise ValueError(f"it holds no tensor named `{leaf}`: no layer of it is quantized")
     return found
 
 

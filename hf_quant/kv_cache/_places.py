@@ -34,11 +34,6 @@ class NextTokens(NamedTuple):
     layer: GrowingStorage | Values
     count: int
 
-    @property
-    def are_first(self) -> bool:
-        """True if the layer is empty: these tokens are attended to as they are, not as codes."""
-        return self.place[2] == NEW_TOKENS
-
     def done(self) -> None:
         """Count the tokens, once they are written."""
         self.layer._count(self.count)

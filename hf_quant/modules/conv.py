@@ -16,7 +16,7 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, bias, module, padding):
-        ctx.module, ctx.padding, ctx.x_shape, ctx.x_dtype = module, padding, x.shape, x.dtype
+        ctx.module, ctx.padding, ctx.x_shape = module, padding, x.shape
         ctx.bias_dtype = None if bias is None else bias.dtype
         return module.convolve(x, bias, padding)
 

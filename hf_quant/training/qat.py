@@ -145,7 +145,7 @@ def convert_qat_(model: _Model) -> _Model:
     if not found:
         raise ValueError(f"no layer of this {type(model).__name__} is prepared: prepare_qat_ it, and train it, first")
     for name, module in found.items():
-        _check_converts(name, module, model)
+        _check_converts(name, module)
     packed: dict[int, PackedWeight] = {}  # by the weight, which tied modules share
     for module in found.values():
         for weight in module.qat.weight_names:
@@ -244,7 +244,7 @@ def _swap_class(module: nn.Module, entry: PlanEntry, config: QuantizerConfig) ->
     return module
 
 
-def _check_converts(name: str, module: QatModule, model: nn.Module) -> None:
+def _check_converts(name: str, module: QatModule) -> None:
     """Raise ValueError if a prepared layer cannot be converted now."""
     holder, _, leaf = name.rpartition(".")
     if leaf == "base_layer":

@@ -711,7 +711,7 @@ def test_next_tokens_only_of_layers_that_take_them(llama):
     layer, sizes = cache.layers[0], (2, 32, torch.float32)
     assert next_tokens(layer, 2, 1, *sizes) is None  # a single first one
     found = next_tokens(layer, 2, 5, *sizes)
-    assert found.are_first and found.place == (0, 5, -1) and layer.get_seq_length() == 0
+    assert found.place == (0, 5, -1) and layer.get_seq_length() == 0
     decode(llama, prompt(2), cache)
     assert next_tokens(layer, 2, 3, *sizes).place == (0, 10, 0)
     found = next_tokens(layer, 2, 1, *sizes)
