@@ -134,19 +134,17 @@ def make_step(
     spec: DiffusionModel,
     *,
     size: Size | None = None,
-    images: int = 1,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.bfloat16,
-    seed: int = 1,
 ) -> Step:
-    """Inputs of a denoising step at the native size or another: latents of `images`, conditions for guidance, too."""
-    generator = torch.Generator(device).manual_seed(seed)
+    """Inputs of a denoising step at the native size or another: latents of one image, conditions for guidance, too."""
+    generator = torch.Generator(device).manual_seed(1)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=generator.device).to(dtype)
 
-    step = spec.inputs(spec.config, size or spec.size, images * spec.batch, normal)
-    return Step(step.latents[:images], step.conditions)
+    step = spec.inputs(spec.config, size or spec.size, spec.batch, normal)
+    return Step(step.latents[:1], step.conditions)
 
 
 def predict(model: nn.Module, spec: DiffusionModel, step: Step, latents: Tensor, t: Tensor) -> Tensor:

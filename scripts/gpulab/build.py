@@ -257,7 +257,7 @@ def build(units: Iterable[Unit], *, workers: int | None = None, cache: Path | No
     return found
 
 
-def warm(units: Iterable[Unit], *, workers: int | None = None, seconds: float = math.inf) -> dict[str, Built]:
+def warm(units: Iterable[Unit], *, seconds: float = math.inf) -> dict[str, Built]:
     """Compile into Triton's own cache, where the JIT finds it: many processes instead of one at the first launches.
 
     After `seconds` nothing new is started. If there is a GPU, what launches a kernel is made, too: Triton 3.6 compiles
@@ -271,7 +271,7 @@ def warm(units: Iterable[Unit], *, workers: int | None = None, seconds: float = 
     with tempfile.TemporaryDirectory() as scratch:
         todo = {unit.key: (unit, Path(scratch) / f"{unit.key[:32]}.json") for unit in units}
         work = partial(_warm_to, make_launcher)
-        return _in_processes(todo, workers or max(len(os.sched_getaffinity(0)), 1), work, seconds)
+        return _in_processes(todo, max(len(os.sched_getaffinity(0)), 1), work, seconds)
 
 
 def _compile_to(unit: Unit, path: Path) -> None:

@@ -118,7 +118,7 @@ def random_model(device: torch.device, *, tiny: bool) -> nn.Module:
     return model
 
 
-def decode_seconds(model: nn.Module, *, rounds: int = 20) -> tuple[float, list[int]]:
+def decode_seconds(model: nn.Module) -> tuple[float, list[int]]:
     """(median seconds of a captured decode step, the tokens that it made); on a CPU the step runs as it is."""
     decoder = Decoder(model)
     prompt = torch.arange(1, PROMPT + 1, device=model.device)
@@ -133,7 +133,7 @@ def decode_seconds(model: nn.Module, *, rounds: int = 20) -> tuple[float, list[i
         replay = graph.replay
     decoder.reset(prompt)
     tokens, times = [], []
-    for _ in range(rounds):
+    for _ in range(20):
         start = time.perf_counter()
         for _ in range(4):
             replay()

@@ -151,12 +151,12 @@ def measure_ceilings(timer: Timer, *, copy_bytes: int = 2**31, size: int = 8192)
     return Ceilings(2 * copy_bytes / seconds["copy"] / 1e9, 2 * size**3 / seconds["gemm"] / 1e12)
 
 
-def num_copies(nbytes: int, device: torch.device, *, at_least: int = 4, at_most: int = 32) -> int:
-    """Number of copies of a weight to rotate, so that none of them stays in the L2 cache."""
+def num_copies(nbytes: int, device: torch.device) -> int:
+    """Number of copies of a weight to rotate, 4 to 32, so that none of them stays in the L2 cache."""
     if device.type != "cuda":
-        return at_least
+        return 4
     cache = torch.cuda.get_device_properties(device).L2_cache_size
-    return max(at_least, min(at_most, math.ceil(CACHE_FACTOR * cache / max(nbytes, 1))))
+    return max(4, min(32, math.ceil(CACHE_FACTOR * cache / max(nbytes, 1))))
 
 
 def gpu() -> torch.device | None:
