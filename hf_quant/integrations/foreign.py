@@ -11,6 +11,7 @@ from torch import nn
 
 from hf_quant.checkpoint import read_header, shorten
 from hf_quant.config import QuantizerConfig, QuantMethod
+from hf_quant.integrations.wrapping import wrap_once
 from hf_quant.modules import quantized_class
 
 
@@ -21,25 +22,24 @@ _IMPORT = (
 _SCALES = ("weight_scale", "weight_scale_inv", "SCB", "weight.absmax")
 
 
-def explain_foreign_(host: Any) -> None:
+def explain_foreign_(host: type) -> None:
     """Let a host's merger of configs raise our error where a checkpoint has another library's and the user gives ours.
 
     `host` is the host's class with `merge_quantization_configs`. Further calls do nothing.
     """
-    merge: Callable[[Any, Any], Any] = host.merge_quantization_configs
-    if hasattr(merge, "explains_foreign"):
-        return
+    wrap_once(host, "merge_quantization_configs", _explaining)
 
-    def merge_quantization_configs(quantization_config: Any, quantization_config_from_args: Any) -> Any:
+
+def _explaining(merge: Callable[..., Any]) -> Callable[..., Any]:
+    def merge_quantization_configs(cls: type, quantization_config: Any, quantization_config_from_args: Any) -> Any:
         if isinstance(quantization_config_from_args, QuantizerConfig):
             _refuse_method(quantization_config)
-        merged = merge(quantization_config, quantization_config_from_args)
+        merged = merge(cls, quantization_config, quantization_config_from_args)
         if isinstance(quantization_config_from_args, QuantizerConfig):  # diffusers passes over what was given
             vars(merged).update(quantization_config_from_args.get_loading_attributes())
         return merged
 
-    merge_quantization_configs.explains_foreign = True  # pyrefly: ignore[missing-attribute]
-    host.merge_quantization_configs = staticmethod(merge_quantization_configs)
+    return merge_quantization_configs
 
 
 def _refuse_method(stored: Any) -> None:
