@@ -372,12 +372,14 @@ def is_recurrent_layer(module: nn.Module, linear: Classes) -> bool:
     return found is not None and has_parts(module, found[0], linear)
 
 
-def _run(module: nn.Module, state: State, x: Any, kwargs: dict[str, Any], make: Any) -> Tensor | None:
+def _run(
+    kind: type[Mixer] | type[RecurrentLayer], module: nn.Module, state: State, x: Any, kwargs: dict[str, Any]
+) -> Tensor | None:
     """The output for tokens x [B, S, K], of modules but layers S = 1; None where the host has to compute it."""
     past = kv_cache.cache_in(kwargs)
     if module.training or past is None or kwargs.get("attention_mask") is not None or not are_tokens(x, kwargs):
         return None
-    found = state.block(module, x.dtype, lambda: make(x.dtype))
+    found = state.block(module, x.dtype, lambda: kind(module, x.dtype))
     if found is None or found.K != x.shape[2]:
         return None
     mixer = found.mixer if isinstance(found, RecurrentLayer) else found
@@ -407,11 +409,11 @@ def run_mixer(kind: type[Mixer], module: nn.Module, state: State, args: tuple, k
     x = args[0] if args else kwargs.get("hidden_states")
     if not kind.serves_prompts and isinstance(x, Tensor) and x.dim() == 3 and x.shape[1] > 1:
         return None
-    return _run(module, state, x, kwargs, lambda dtype: kind(module, dtype))
+    return _run(kind, module, state, x, kwargs)
 
 
 def run_recurrent_layer(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> Tensor | None:
     """The layer's output, None where the host has to compute it."""
     if len(args) != 1:
         return None
-    return _run(module, state, args[0], kwargs, lambda dtype: RecurrentLayer(module, dtype))
+    return _run(RecurrentLayer, module, state, args[0], kwargs)
