@@ -80,6 +80,7 @@ FAMILIES = {
     "gpt2": ({"scale_attn_by_inverse_layer_idx": True}, 7),  # `Conv1D`, learned positions
     "gpt_bigcode": ({}, 7),  # heads that share one key
     "opt": ({"ffn_dim": 192, "word_embed_proj_dim": 128}, 5),  # queries are scaled; no module of feed-forward
+    "bitnet": ({}, 16),  # norms before the last layers of attention and feed-forward
     "ministral3": ({}, 12),  # queries are scaled from a position on
     "smollm3": ({"no_rope_layers": [1, 0]}, 12),  # a layer without rotary embedding
 }
@@ -196,7 +197,6 @@ def test_beams_and_copies_of_the_cache(llama):
     ("kind", "fields", "reason"),
     [
         ("ministral3", {"rope_parameters": SCALED | {_FIRST: 2}}, "other queries or keys"),  # at nearly all positions
-        ("bitnet", {}, "makes something else of the result"),  # a norm before the last projection
         ("cohere", {"use_qk_norm": True}, "other queries or keys"),  # a norm for each head
         ("phimoe", {}, "chooses its experts otherwise"),  # one by one, each by its own softmax
         ("llama", {"hidden_act": "tanh"}, "activation function"),

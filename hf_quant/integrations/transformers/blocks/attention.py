@@ -50,6 +50,7 @@ from hf_quant.kernels.native.places import entries_of
 _PROJECTIONS = tuple(("q_proj", "k_proj", "v_proj", name) for name in ("o_proj", "out_proj", "dense"))
 _JOINED = (("qkv_proj", "o_proj"), ("qkv_proj", "out_proj"), ("query_key_value", "dense"), ("c_attn", "c_proj"))
 _NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernorm", "key_layernorm"))
+_LAST_NORM = "attn_sub_norm"  # of the result, before the last projection (BitNet)
 _WIDTHS = ("head_dim", "head_size", "key_value_proj_dim")  # names of the width of a head
 POSITIONS = (3, 200_001)  # of the trials
 _FIRST_LENGTH = "original_max_position_embeddings"  # of `rope_parameters`
@@ -96,9 +97,11 @@ class AttentionBlock:
 
     Attributes:
         widths: of queries, keys, values and perhaps gates of a token; `shapes`: their heads, and channels of each.
+        last_norm: of the result, before the last projection.
         limit: number of positions, from the first one on, that it computes; None: all.
     """
 
+    last_norm: NormBlock | None = None
     limit: int | None = None
     num_states = 3  # of `widths`: queries, keys and values
     value_dim: int | None = None  # of what a cache holds as values; None: as of keys
@@ -107,8 +110,10 @@ class AttentionBlock:
         self._read(module, dtype, turned, angle_dtype)
         D = self.sizes.D
         self.norms = [as_part(NormBlock, norm, dtype, _width(norm, D)) for norm in _norms(module)]
+        last = module._modules.get(_LAST_NORM)
+        self.last_norm = None if last is None else as_part(NormBlock, last, dtype, self.widths[0])
         self.scale = self._prove(module)
-        check_read(module, *self.layers, *_norms(module), self.options.get("s_aux"))
+        check_read(module, *self.layers, *_norms(module), last, self.options.get("s_aux"))
         self.projections = self.projections_of()
         angles = max(turned, 1)
         self.block = Block(dtype, self.K, angles, angles, self.N)
@@ -224,6 +229,10 @@ class AttentionBlock:
             gated = block.buffer(self.widths[0])
             block.gate(gate[0], y, gated, "sigmoid")
             y = gated
+        if self.last_norm is not None:
+            normed = block.buffer(self.widths[0])
+            self.last_norm.add_to(block, y, normed)
+            y = normed
         add_product(block, y, to, self.layers[-1])
 
     def add_output_of_trial(self, block: Block, y: int, to: int, *gate: int) -> None:
@@ -310,7 +319,7 @@ class AttentionBlock:
             result = of.result.reshape(2, 1, heads * D)
             if self.is_gated:
                 result = result * self.layers[0](x).view(2, 1, heads, 2, D)[..., 1, :].flatten(2).sigmoid()
-            y = self.layers[-1](result)
+            y = self.output_of(result)
             if not difference(y, of.output[0]) <= TOLERANCE[dtype]:
                 raise Unproven(f"{type(module).__name__} makes something else of the result of the attention")
         return self.read_options(module, records)
@@ -418,7 +427,8 @@ class AttentionBlock:
 
     def output_of(self, y: Tensor, *gate: Tensor) -> Tensor:
         """The output [B, S, K] of the result of the attention, and the gate if there is one."""
-        return self.layers[-1](y * gate[0].view_as(y).sigmoid() if gate else y)
+        y = y * gate[0].view_as(y).sigmoid() if gate else y
+        return self.layers[-1](y if self.last_norm is None else self.last_norm(y))
 
     def attended(self, module: nn.Module, projected: Sequence[Tensor], mask: Any, past: Any) -> Tensor:
         """The result [B, S, heads, D] of the attention of what `projected` gives, which a cache takes if any."""

@@ -16,6 +16,7 @@ from hf_quant.integrations.transformers.blocks.base import (
     Unproven,
     Watch,
     add_product,
+    as_part,
     check_read,
     difference,
     host_class,
@@ -24,6 +25,7 @@ from hf_quant.integrations.transformers.blocks.base import (
     rows_given,
     width_of,
 )
+from hf_quant.integrations.transformers.blocks.norm import NormBlock
 from hf_quant.kernels.native.blocks import Block
 
 
@@ -36,6 +38,7 @@ _FUNCTIONS = {
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
 }
 _ACTS = ("act_fn", "activation_fn", "act", "activation", "hidden_act_fn", "gelu_impl")
+_LAST_NORM = "ffn_sub_norm"  # before the last layer (BitNet)
 _GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("wi_0", "wi_1", "wo"))
 _JOINED = (("gate_up_proj", "down_proj"),)
 _PLAIN = (
@@ -56,7 +59,8 @@ def is_mlp(module: nn.Module, linear: Classes = QUANTIZED) -> bool:
 
 def is_only_mlp(module: nn.Module, linear: Classes = QUANTIZED) -> bool:
     """True if a module may be no more than a feed-forward block: nothing else in it has parameters."""
-    rest = [child for child in module._modules.values() if child is not None and not isinstance(child, linear)]
+    others = {name: child for name, child in module._modules.items() if not isinstance(child, linear)}
+    rest = [child for name, child in others.items() if child is not None and name != _LAST_NORM]
     return is_mlp(module, linear) and not any(True for child in rest for _ in child.parameters())
 
 
@@ -104,12 +108,14 @@ class MLPBlock:
         self.watch, self.activation = Watch(module), activation_of(module)
         self.kind, self.layers = found
         self.K, self.N = width_of(self.layers[0]), outputs_of(self.layers[-1])
+        last = module._modules.get(_LAST_NORM)
+        self.last_norm = None if last is None else as_part(NormBlock, last, dtype, width_of(self.layers[-1]))
         self.block = Block(dtype, self.K, self.N)
         self.add_to(self.block, 0, 1)
         self.block.finish()
         if is_part:
             return
-        check_read(module, *self.layers)
+        check_read(module, *self.layers, last)
         probe = random_rows(1, 2, self.K, dtype=dtype)
         error = difference(self(probe), host_class(module).forward(module, probe))
         if not error <= TOLERANCE[dtype]:
@@ -129,6 +135,8 @@ class MLPBlock:
             if up is not None:
                 add_product(block, x, up, self.layers[1])
         block.gate(gate, up, gate, self.activation)
+        if self.last_norm is not None:
+            self.last_norm.add_to(block, gate, gate)
         add_product(block, gate, to, last)
 
     def __call__(self, x: Tensor) -> Tensor:
