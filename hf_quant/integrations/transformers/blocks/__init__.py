@@ -13,7 +13,8 @@ from torch import nn
 
 from hf_quant import kv_cache
 from hf_quant.config import QuantizerConfig
-from hf_quant.integrations.transformers.blocks.attention import is_attention, run_attention
+from hf_quant.integrations.transformers.blocks.attention import run_attention
+from hf_quant.integrations.transformers.blocks.attention_parts import is_attention
 from hf_quant.integrations.transformers.blocks.base import (
     LINEAR,
     QUANTIZED,

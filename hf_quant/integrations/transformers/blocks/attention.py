@@ -22,10 +22,15 @@ from hf_quant.integrations.transformers.blocks.angles import (
     in_pairs,
     turned_by,
 )
+from hf_quant.integrations.transformers.blocks.attention_parts import (
+    LAST_NORM,
+    head_dim_of,
+    layers_of,
+    norms_of,
+    width_of_norm,
+)
 from hf_quant.integrations.transformers.blocks.base import (
-    QUANTIZED,
     TOLERANCE,
-    Classes,
     State,
     Unproven,
     Watch,
@@ -39,7 +44,7 @@ from hf_quant.integrations.transformers.blocks.base import (
     width_of,
 )
 from hf_quant.integrations.transformers.blocks.calls import implementation_of, is_one_token, past_of, usable
-from hf_quant.integrations.transformers.blocks.norm import NormBlock, is_norm
+from hf_quant.integrations.transformers.blocks.norm import NormBlock
 from hf_quant.integrations.transformers.blocks.trial import Recorded, Trial, given_complex, has_own_code, probe, record
 from hf_quant.kernels.dispatch import is_plain
 from hf_quant.kernels.native.attention import attention_of_values
@@ -47,36 +52,10 @@ from hf_quant.kernels.native.blocks import PAIRS, Block
 from hf_quant.kernels.native.places import entries_of
 
 
-_PROJECTIONS = tuple(("q_proj", "k_proj", "v_proj", name) for name in ("o_proj", "out_proj", "dense"))
-_JOINED = (("qkv_proj", "o_proj"), ("qkv_proj", "out_proj"), ("query_key_value", "dense"), ("c_attn", "c_proj"))
-_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernorm", "key_layernorm"))
-_LAST_NORM = "attn_sub_norm"  # of the result, before the last projection (BitNet)
-_WIDTHS = ("head_dim", "head_size", "key_value_proj_dim")  # names of the width of a head
 POSITIONS = (3, 200_001)  # of the trials
 _FIRST_LENGTH = "original_max_position_embeddings"  # of `rope_parameters`
 _NEUTRAL = {"dropout": 0.0, "is_causal": True}
 _NOTHING: dict[str, Any] = {}
-
-
-def is_attention(module: nn.Module, linear: Classes) -> bool:
-    """True if a module has layers of a class, named as in attention with a cache; a trial shows what it computes."""
-    return _layers(module, linear) is not None and isinstance(getattr(module, "layer_idx", None), int)
-
-
-def _layers(module: nn.Module, linear: Classes = QUANTIZED) -> tuple[nn.Module, ...] | None:
-    linears = {name: child for name, child in module._modules.items() if isinstance(child, linear)}
-    for names in _PROJECTIONS + _JOINED:
-        if set(names) == set(linears):
-            return tuple(linears[name] for name in names)
-    return None
-
-
-def _norms(module: nn.Module) -> tuple[nn.Module, ...]:
-    for names in _NORMS:
-        found = [module._modules.get(name) for name in names]
-        if all(norm is not None and is_norm(norm) for norm in found):
-            return tuple(found)
-    return ()
 
 
 # (width, places): a joined projection has queries, keys and values of this width in these places, over and over.
@@ -109,11 +88,11 @@ class AttentionBlock:
     def __init__(self, module: nn.Module, dtype: torch.dtype, turned: int, angle_dtype: torch.dtype) -> None:
         self._read(module, dtype, turned, angle_dtype)
         D = self.sizes.D
-        self.norms = [as_part(NormBlock, norm, dtype, _width(norm, D)) for norm in _norms(module)]
-        last = module._modules.get(_LAST_NORM)
+        self.norms = [as_part(NormBlock, norm, dtype, width_of_norm(norm, D)) for norm in norms_of(module)]
+        last = module._modules.get(LAST_NORM)
         self.last_norm = None if last is None else as_part(NormBlock, last, dtype, self.widths[0])
         self.scale = self._prove(module)
-        check_read(module, *self.layers, *_norms(module), last, self.options.get("s_aux"))
+        check_read(module, *self.layers, *norms_of(module), last, self.options.get("s_aux"))
         self.projections = self.projections_of()
         angles = max(turned, 1)
         self.block = Block(dtype, self.K, angles, angles, self.N)
@@ -129,7 +108,7 @@ class AttentionBlock:
         layers: tuple[nn.Module, ...] | None = None,
     ) -> None:
         """Find the layers, unless they are given, and their sizes. Raises Unproven."""
-        layers = _layers(module) if layers is None else layers
+        layers = layers_of(module) if layers is None else layers
         if layers is None:
             raise Unproven("its layers were replaced")
         self.watch = Watch(module)
@@ -140,7 +119,7 @@ class AttentionBlock:
         self.K, self.N = width_of(layers[0]), outputs_of(layers[-1])
         if self.N != self.K:
             raise Unproven("the output is of another width than the input")
-        D = next((size for name in _WIDTHS if (size := getattr(module, name, None))), None)
+        D = head_dim_of(module)
         if D is None:
             raise Unproven(f"{type(module).__name__} does not tell the width of its heads")
         heads, first = width_of(layers[-1]) // D, outputs_of(layers[0]) // D
@@ -481,11 +460,6 @@ class AttentionBlock:
                 return y
         function = self.function or ALL_ATTENTION_FUNCTIONS[self.implementation]
         return function(module, q, k, v, mask, scaling=self.scale, **self.options, **more)[0]
-
-
-def _width(norm: nn.Module, D: int) -> int:
-    weight = getattr(norm, "weight", None)
-    return D if weight is None else len(weight)
 
 
 def run_attention(module: nn.Module, state: State, *args: Any, **kwargs: Any) -> tuple[Tensor, None] | None:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_quant import kv_cache
-from hf_quant.integrations.transformers.blocks.attention import POSITIONS, AttentionBlock, is_attention
+from hf_quant.integrations.transformers.blocks.attention import POSITIONS, AttentionBlock
+from hf_quant.integrations.transformers.blocks.attention_parts import is_attention
 from hf_quant.integrations.transformers.blocks.base import (
     TOLERANCE,
     Classes,

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from hf_quant import kernels, kv_cache
 from hf_quant.integrations.transformers.blocks.angles import fit, turned_by
-from hf_quant.integrations.transformers.blocks.attention import POSITIONS, AttentionBlock, _norms, _width, is_attention
+from hf_quant.integrations.transformers.blocks.attention import POSITIONS, AttentionBlock
+from hf_quant.integrations.transformers.blocks.attention_parts import is_attention, norms_of, width_of_norm
 from hf_quant.integrations.transformers.blocks.base import (
     QUANTIZED,
     TOLERANCE,
@@ -53,7 +54,7 @@ class GpuAttention(AttentionBlock):
         if self.is_gated:
             raise Unproven(f"{type(module).__name__} has gates")
         D = self.sizes.D
-        norms = [GpuNorm(norm, dtype, _width(norm, D), device) for norm in _norms(module)]
+        norms = [GpuNorm(norm, dtype, width_of_norm(norm, D), device) for norm in norms_of(module)]
         # Norms of heads are a part of the launch, if those of queries and keys are alike; norms of rows are not.
         fuses = bool(norms) and all(norm.width == D and norm.options == norms[0].options for norm in norms)
         self.norms = [] if fuses else norms

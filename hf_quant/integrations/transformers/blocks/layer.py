@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from hf_quant import kv_cache
 from hf_quant.integrations.transformers.blocks.angles import angle_dtype, fit, in_pairs, turned_by
-from hf_quant.integrations.transformers.blocks.attention import AttentionBlock, is_attention
+from hf_quant.integrations.transformers.blocks.attention import AttentionBlock
+from hf_quant.integrations.transformers.blocks.attention_parts import is_attention
 from hf_quant.integrations.transformers.blocks.base import (
     MAX_ROWS,
     QUANTIZED,
