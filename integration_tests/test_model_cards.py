@@ -365,6 +365,9 @@ def test_models_load_as_their_cards_say(name, working_dir):
     assert any(isinstance(m, QuantizedModule) for m in model.modules())
 
 
+CONNECTOR_SIZES = {"num_attention_heads": 2, "attention_head_dim": 32, "num_layers": 1, "num_learnable_registers": 8}
+
+
 @pytest.mark.parametrize("weights", ["int4", None])
 def test_pipelines_and_their_models_load_as_their_cards_say(weights, working_dir):
     diffusers = pytest.importorskip("diffusers", reason="diffusers is an optional host")
@@ -405,6 +408,19 @@ def test_pipelines_and_their_models_load_as_their_cards_say(weights, working_dir
     assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
     weights = "diffusion_pytorch_model.safetensors"
     assert files_of(Path("OUT2"))[weights] == files_of(Path("me/transformer"))[weights]
+
+
+def test_models_of_one_pipeline_alone(working_dir, capsys):
+    """diffusers has their classes in the package of the pipeline: the command and the snippets find them there."""
+    ltx2 = pytest.importorskip("diffusers.pipelines.ltx2", reason="diffusers is an optional host")
+    sizes = {f"{kind}_connector_{name}": n for kind in ("video", "audio") for name, n in CONNECTOR_SIZES.items()}
+    ltx2.LTX2TextConnectors(caption_channels=32, text_proj_in_factor=2, **sizes).save_pretrained("me/base")
+    assert main(["quantize", "me/base", "me/out", "--weights", "int8", "--dtype", "fp32"]) == 0
+    card = model_card("me/out", repo_id="me/out", base_model="me/base")
+    assert type(execute(snippet(card, "Usage"))["model"]) is ltx2.LTX2TextConnectors
+    Path("me/base/config.json").write_text('{"_class_name": "DDIMScheduler"}')
+    assert main(["plan", "me/base"]) == 2
+    assert "me/base is a DDIMScheduler, which is no model of diffusers" in capsys.readouterr().err
 
 
 def test_the_cards_in_the_tree_are_those_of_the_script(tmp_path):

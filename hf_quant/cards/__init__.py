@@ -6,6 +6,7 @@ the end of each push of a quantized model to the Hub, where it replaces the host
 
 from hf_quant.cards.base import CARD, NotOnHub, find_card, hub_id, read_card
 from hf_quant.cards.card import converted_card, model_card
+from hf_quant.cards.classes import diffusers_class
 from hf_quant.cards.measurements import Measurements, read_measurements
 from hf_quant.cards.merge import is_untouched, merge_cards, replace_card, repository_of
 from hf_quant.cards.serving import Export
@@ -20,6 +21,7 @@ __all__ = [
     "NotOnHub",
     "card_for_upload",
     "converted_card",
+    "diffusers_class",
     "find_card",
     "hub_id",
     "is_untouched",

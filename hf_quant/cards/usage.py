@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hf_quant.cards.classes import diffusers_class
 from hf_quant.cards.source import CardSource, Part
 from hf_quant.config import QuantizerConfig
 from hf_quant.resolve import SCHEME_FIELDS
@@ -115,8 +116,12 @@ def _absent(source: CardSource) -> str:
 # Loading.
 
 
-def _diffusers_class(source: CardSource) -> str:
-    return source.class_name or ("DiffusionPipeline" if source.kind == "pipeline" else "AutoModel")
+def _diffusers_class(source: CardSource) -> tuple[str, str]:
+    """Return (the module to import it from, the class of diffusers) that loads a model or pipeline."""
+    if source.class_name is None or source.kind == "pipeline":
+        return "diffusers", source.class_name or ("DiffusionPipeline" if source.kind == "pipeline" else "AutoModel")
+    known = diffusers_class(source.class_name) if _has_diffusers() else None
+    return "diffusers" if known is None else known[0], source.class_name
 
 
 def usage(source: CardSource, repo_id: str | None, base: str | None, task: str | None) -> str:
@@ -124,9 +129,9 @@ def usage(source: CardSource, repo_id: str | None, base: str | None, task: str |
     name = json.dumps(repo_id or PLACEHOLDER)
     if source.kind == "transformers":
         return _transformers_usage(source, name, base)
-    cls = _diffusers_class(source)
+    module, cls = _diffusers_class(source)
     dtype = f"torch_dtype={_shared_dtype(source)}"
-    lines = ["import hf_quant  # registers the format", "import torch", f"from diffusers import {cls}", ""]
+    lines = ["import hf_quant  # registers the format", "import torch", f"from {module} import {cls}", ""]
     if source.kind == "diffusers":
         return "\n".join([*lines, f"model = {cls}.from_pretrained({name}, {dtype})"])
     absent = _absent(source)
@@ -248,7 +253,7 @@ def _python(source: CardSource, base: str) -> str:
         library, cls, dtype = "transformers", auto_class(source), "dtype"
         rest = ", trust_remote_code=True" if source.auto_class is not None else ""
     else:
-        library, cls, dtype, rest = "diffusers", _diffusers_class(source), "torch_dtype", ""
+        (library, cls), dtype, rest = _diffusers_class(source), "torch_dtype", ""
     names, variable = [cls], "model"
     config = [f"config = {_expression(source.parts[0].config)}"]
     if source.kind == "pipeline":

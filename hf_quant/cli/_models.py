@@ -17,6 +17,7 @@ from huggingface_hub.constants import HF_HUB_OFFLINE
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import nn
 
+from hf_quant.cards import diffusers_class
 from hf_quant.checkpoint import open_folder, read_header, refuse_file
 from hf_quant.config import QuantizerConfig
 from hf_quant.convert.files import SIDE_FILES, is_side_file
@@ -122,10 +123,11 @@ def model_class(source: Source, *, trust_remote_code: bool = False) -> type[nn.M
     if source.kind == "diffusers":
         import diffusers
 
-        found = getattr(diffusers, str(source.fields["_class_name"]), None)
-        if not isinstance(found, type):
-            raise ValueError(f"{source.name} is a {source.fields['_class_name']}, which diffusers does not have")
-        return found
+        name = source.fields["_class_name"]
+        known = diffusers_class(name)
+        if known is None:
+            raise ValueError(f"{source.name} is a {name}, which is no model of diffusers {diffusers.__version__}")
+        return known[1]
     names = source.fields.get("architectures") or ["AutoModel"]
     found = getattr(transformers, str(names[0]), None)
     if found is not None:

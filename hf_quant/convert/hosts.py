@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from hf_quant.cards import diffusers_class
 from hf_quant.checkpoint import TensorInfo, one_line, shorten
 from hf_quant.convert.files import empty_model
 from hf_quant.integrations.transformers.names import check_names, renamer, tied_modules
@@ -72,13 +73,13 @@ def _diffusers_model(fields: dict[str, Any], dtype: torch.dtype) -> nn.Module:
     import diffusers
 
     name = fields[CLASS_NAME]
-    cls: Any = getattr(diffusers, name, None) if isinstance(name, str) else None
-    if not isinstance(cls, type) or not issubclass(cls, diffusers.ModelMixin):
+    known = diffusers_class(name)
+    if known is None:
         raise ValueError(f"it is a {shorten(repr(name))}, which is no model of diffusers {diffusers.__version__}")
     own = {key: value for key, value in fields.items() if key != "quantization_config"}
     try:
         with torch.device("meta"):
-            made: nn.Module = getattr(cls, "from_config")(own)  # noqa: B009  (its stub does not have it)
+            made: nn.Module = getattr(known[1], "from_config")(own)  # noqa: B009  (its stub does not have it)
             return made.to(dtype)
     except Exception as error:  # noqa: BLE001  (each class of the host has its own for fields that cannot be)
         raise ValueError(f"diffusers cannot make a {name}: {type(error).__name__}: {one_line(error)}") from None
