@@ -53,8 +53,8 @@ def files_of(directory: Path) -> dict[str, bytes]:
     return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
 
 
-def card_of(hub: Hub, repository: str) -> ModelCard:
-    return ModelCard(hub.files(repository)["README.md"].decode())
+def card_of(hub: Hub, repository: str, revision: str = "main") -> ModelCard:
+    return ModelCard(hub.files(repository, revision)["README.md"].decode())
 
 
 def run(code: str, hub: Hub, directory: Path) -> None:
@@ -69,6 +69,7 @@ def run(code: str, hub: Hub, directory: Path) -> None:
 # Pushes.
 
 PUSH_MODELS = """
+from huggingface_hub import HfApi
 from transformers import AutoModelForCausalLM
 from hf_quant import QuantizerConfig, quantize_
 
@@ -82,7 +83,9 @@ for name in ("me/first", "me/first", "me/changed", "me/own", "me/generic"):
 model.save_pretrained("out", push_to_hub=True, repo_id="me/saved")
 load("me/first").push_to_hub("me/copy")
 load("me/model", "int8").push_to_hub("me/changed")
-quantize_(load("me/model"), "fp8").push_to_hub("me/quantized")
+quantize_(load("me/model"), "fp8").push_to_hub("me/quantized", revision="main")
+HfApi().create_branch("me/first", branch="v2")
+load("me/model", "int8").push_to_hub("me/first", revision="v2")
 load("me/model").push_to_hub("me/plain")
 model.dequantize().push_to_hub("me/dequantized")
 """
@@ -106,6 +109,7 @@ def test_pushed_models_of_transformers(hub, tmp_path):
         assert card.data.base_model == ["me/model"], name
         assert card.data.base_model_relation == "quantized"
         assert (card.data.license, card.data.license_name) == ("other", "tiny-license")
+        assert "revision" not in card.text
         if name != "copy":  # copied from a card where it is complete
             assert card.data.license_link == "https://huggingface.co/me/model/blob/main/LICENSE.md"
         assert (card.data.language, card.data.pipeline_tag) == (["en"], "text-generation")
@@ -113,6 +117,7 @@ def test_pushed_models_of_transformers(hub, tmp_path):
         assert {"hf_quant", "quantized", "fp8_e4m3" if name == "quantized" else "int4"} <= set(card.data.tags)
         assert f'from_pretrained("me/{name}"' in card.text
     assert "pushed" in card_of(hub, "me/first").data.tags
+    assert 'from_pretrained("me/first", revision="v2", device_map' in card_of(hub, "me/first", "v2").text
     assert "theirs" in card_of(hub, "me/generic").data.tags
     changed = card_of(hub, "me/changed")
     assert "int8 row" in changed.text and "int4" not in str(changed)

@@ -61,6 +61,7 @@ class CardSource:
     absent: tuple[str, ...] = ()  # components that the pipeline does not have
     auto_class: str | None = None  # auto class of transformers for a model with its own code
     has_tokenizer: bool = False  # beside the weights
+    revision: str | None = None  # branch of the repository of the card; None: its default branch
 
     @property
     def library(self) -> str:

@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.constants import DEFAULT_REVISION
+
 from hf_quant.cards.base import CARD, read_card
 from hf_quant.cards.card import find_base, make_card
 from hf_quant.cards.measurements import Measurements
@@ -17,12 +19,18 @@ _logger = logging.getLogger("hf_quant")
 
 
 def card_for_upload(
-    source: Any, directory: Path | str, repo_id: str | None, *, token: str | bool | None = None
+    source: Any,
+    directory: Path | str,
+    repo_id: str | None,
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
 ) -> None:
     """Put a card into the directory to which a quantized model or pipeline was saved to be uploaded.
 
     `directory` holds the host's README.md: its generic card, or the card of the repository. The README.md stays as it
     is if the directory holds nothing quantized (adapters alone), or if its metadata cannot be read.
+    `revision` is the branch that the directory is uploaded to; None: the default branch.
     """
     path = Path(directory) / CARD
     existing = read_card(path) if path.is_file() else None
@@ -32,7 +40,8 @@ def card_for_upload(
         if not holds_quantized(Directory(Path(directory))):
             return
         origin, is_quantized = origin_of(source)
-        facts = replace(read_source(directory), origin=origin, origin_is_quantized=is_quantized)
+        branch = None if revision == DEFAULT_REVISION else revision
+        facts = replace(read_source(directory), origin=origin, origin_is_quantized=is_quantized, revision=branch)
         # An unedited card in the repository may be about the weights that this upload replaces.
         own = None if existing is None or is_untouched(existing) else existing
         card = make_card(facts, Measurements(), find_base(facts, own=own, token=token), repo_id=repo_id)

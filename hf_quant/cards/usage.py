@@ -127,6 +127,7 @@ def _diffusers_class(source: CardSource) -> tuple[str, str]:
 def usage(source: CardSource, repo_id: str | None, base: str | None, task: str | None) -> str:
     """Return Python that loads the model; `import hf_quant` comes first."""
     name = json.dumps(repo_id or PLACEHOLDER)
+    name += "" if source.revision is None else f", revision={json.dumps(source.revision)}"
     if source.kind == "transformers":
         return _transformers_usage(source, name, base)
     module, cls = _diffusers_class(source)

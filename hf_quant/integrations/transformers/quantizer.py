@@ -359,7 +359,7 @@ def _attach(model: nn.Module) -> None:
 def _write_card(model: nn.Module, host: Callable, working_dir: str, repo_id: str, *args: Any, **kwargs: Any) -> Any:
     from hf_quant.cards import card_for_upload
 
-    card_for_upload(model, working_dir, repo_id, token=kwargs.get("token"))
+    card_for_upload(model, working_dir, repo_id, revision=kwargs.get("revision"), token=kwargs.get("token"))
     return upload_without_leftovers(lambda: host(working_dir, repo_id, *args, **kwargs), working_dir, repo_id, kwargs)
 
 
