@@ -124,15 +124,16 @@ def test_pipeline(tmp_path, capsys):
     assert "autoencoders stay in 16 bit" in capsys.readouterr().err and not (tmp_path / "no").exists()
 
 
-def test_a_denoiser_that_is_called_decoder(tmp_path, capsys):
+@pytest.mark.parametrize("name", ["decoder", "unconditional_transformer", "model", "connectors"])
+def test_parts_of_a_pipeline_by_other_names(name, tmp_path, capsys):
     pytest.importorskip("diffusers", reason="diffusers is an optional host")
     from integration_tests.support.tiny_diffusion import make_flux_pipeline
 
     make_flux_pipeline(torch.bfloat16).save_pretrained(tmp_path)
-    (tmp_path / "transformer").rename(tmp_path / "decoder")  # as Stable Cascade and unCLIP have it
+    (tmp_path / "transformer").rename(tmp_path / name)  # "decoder": as Stable Cascade and unCLIP have it
     index = tmp_path / "model_index.json"
-    index.write_text(index.read_text().replace('"transformer"', '"decoder"'))
-    assert "\ndecoder\n" in (printed := "\n" + run(capsys, "plan", tmp_path, "--weights", "int8"))
+    index.write_text(index.read_text().replace('"transformer"', f'"{name}"'))
+    assert f"\n{name}\n" in (printed := "\n" + run(capsys, "plan", tmp_path, "--weights", "int8"))
     assert printed.count(" modules quantized, ") == 3
 
 

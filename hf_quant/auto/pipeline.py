@@ -22,6 +22,9 @@ from hf_quant.planning import QuantPlan
 PIPELINE_PARTS = (
     *("transformer", "unet", "text_encoder", "prior", "controlnet"),
     "decoder",  # the second denoiser of Stable Cascade, unCLIP and Kandinsky
+    "unconditional_transformer",  # the second denoiser of Ideogram 4
+    "model",  # the only one of DiffusionGemma and LLaDA 2
+    *("condition_encoder", "connectors"),  # which follow on the text encoders of ACE-Step and LTX-2
     *("language_model", "vision_language_encoder"),  # which read the text in AudioLDM 2 and GLM-Image
 )
 _NOISE = 1e-3  # relative squared error that is added to the outputs of a model, to see what it does to the result
