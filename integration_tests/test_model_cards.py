@@ -428,6 +428,21 @@ def test_models_of_one_pipeline_alone(working_dir, capsys):
     assert "me/base is a DDIMScheduler, which is no model of diffusers" in capsys.readouterr().err
 
 
+def test_the_dtype_of_a_model_whose_largest_parts_the_host_keeps_in_fp32(working_dir):
+    diffusers = pytest.importorskip("diffusers", reason="diffusers is an optional host")
+    sizes = {"model_dim": 64, "ff_dim": 128, "in_text_dim": 64, "in_text_dim2": 64, "time_dim": 64}
+    blocks = {"num_text_blocks": 1, "num_visual_blocks": 2, "axes_dims": (8, 4, 4)}
+    diffusers.Kandinsky5Transformer3DModel(**sizes, **blocks).save_pretrained("me/base")
+    config = QuantizerConfig("int8")
+    model = diffusers.Kandinsky5Transformer3DModel.from_pretrained(
+        "me/base", dtype=torch.bfloat16, quantization_config=config
+    )
+    model.save_pretrained("me/model")
+    card = model_card("me/model", repo_id="me/model", base_model="me/base")
+    assert execute(snippet(card, "Usage"))["model"].dtype == model.dtype == torch.bfloat16
+    assert "--dtype bf16" in snippet(card, "Reproduce", "sh") and "before, in bfloat16" in card.text
+
+
 def test_the_cards_in_the_tree_are_those_of_the_script(tmp_path):
     """Nobody has edited a card, or its figures without it. Versions differ between environments."""
 

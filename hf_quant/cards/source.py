@@ -317,7 +317,10 @@ def _versions(config: QuantizerConfig, fields: dict[str, Any]) -> dict[str, str]
 
 
 def _dtype(fields: dict[str, Any], tensors: dict[str, TensorInfo]) -> torch.dtype:
-    """Return the dtype of the unquantized tensors: from the config, else the one with most bytes."""
+    """Return the dtype of the unquantized tensors: from the config, else the one with most bytes.
+
+    fp32 is that of a model without tensors in 16 bit: others have parts that the host keeps in fp32.
+    """
     sizes: Counter[torch.dtype] = Counter()
     for name, info in tensors.items():
         if info.dtype in _DTYPES and not name.rpartition(".")[2].startswith(("scale", "global_scale")):
@@ -326,4 +329,5 @@ def _dtype(fields: dict[str, Any], tensors: dict[str, TensorInfo]) -> torch.dtyp
     for dtype in _DTYPES:
         if str(dtype).removeprefix("torch.") == str(stated).removeprefix("torch."):
             return dtype
-    return sizes.most_common(1)[0][0] if sizes else torch.bfloat16
+    found = [dtype for dtype, _ in sizes.most_common()]
+    return next((dtype for dtype in found if dtype != torch.float32), found[0] if found else torch.bfloat16)
