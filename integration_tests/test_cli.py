@@ -137,6 +137,22 @@ def test_parts_of_a_pipeline_by_other_names(name, tmp_path, capsys):
     assert printed.count(" modules quantized, ") == 3
 
 
+def test_a_text_encoder_whose_class_is_in_the_package_of_its_pipeline(tmp_path, capsys):
+    kolors = pytest.importorskip("diffusers.pipelines.kolors.text_encoder", reason="diffusers is an optional host")
+    sizes = {"hidden_size": 64, "ffn_hidden_size": 128, "kv_channels": 16, "num_attention_heads": 4, "num_layers": 1}
+    config = kolors.ChatGLMConfig(padded_vocab_size=96, original_rope=True, **sizes)
+    encoder = kolors.ChatGLMModel(config)
+    for parameter in encoder.parameters():  # its constructor leaves them empty
+        torch.nn.init.normal_(parameter)
+    encoder.save_pretrained(tmp_path / "text_encoder")
+    index = {"_class_name": "KolorsPipeline", "text_encoder": ["kolors", "ChatGLMModel"]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    assert "5 of 6 modules quantized" in run(capsys, "plan", tmp_path, "--weights", "int8")
+    run(capsys, "quantize", tmp_path / "text_encoder", tmp_path / "out", "--weights", "int8")
+    model = kolors.ChatGLMModel.from_pretrained(tmp_path / "out")
+    assert sum(isinstance(m, QuantizedModule) for m in model.modules()) == 5
+
+
 def test_demo(asset_model_dir, tmp_path, capsys):
     printed = run(capsys, "demo", "--out", tmp_path, "--tokens", 1024, "--rounds", 1)
     assert "are equal to the bit to the logits of the model before it was saved" in printed

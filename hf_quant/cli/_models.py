@@ -130,6 +130,8 @@ def model_class(source: Source, *, trust_remote_code: bool = False) -> type[nn.M
         return known[1]
     names = source.fields.get("architectures") or ["AutoModel"]
     found = getattr(transformers, str(names[0]), None)
+    if found is None:
+        found = _class_of_pipeline(source)
     if found is not None:
         return found
     auto_map = source.fields.get("auto_map") or {}
@@ -139,6 +141,18 @@ def model_class(source: Source, *, trust_remote_code: bool = False) -> type[nn.M
     if not trust_remote_code:
         raise ValueError(f"{source.name} brings the code of its {names[0]} along: --trust-remote-code runs it")
     return getattr(transformers, auto)
+
+
+def _class_of_pipeline(source: Source) -> type[nn.Module] | None:
+    """Return the class that a pipeline of diffusers brings along for a text encoder, as Kolors does; None for others.
+
+    The index of the pipeline, in the directory above, names the class and its package.
+    """
+    folder = Path(source.name)
+    index = folder.parent / "model_index.json"
+    entry = _read_json(index).get(folder.name) if index.is_file() else None
+    known = diffusers_class(entry[1]) if isinstance(entry, list) and len(entry) == 2 else None
+    return None if known is None or known[0] != f"diffusers.pipelines.{entry[0]}" else known[1]
 
 
 def load_model(
@@ -172,7 +186,9 @@ def meta_model(source: Source, *, dtype: str = "auto", trust_remote_code: bool =
     if source.kind == "diffusers":
         with torch.device("meta"):
             return cls.from_config(source.fields).to(diffusers_dtype(Path(source.name), dtype))
-    config = transformers.AutoConfig.from_pretrained(source.name, trust_remote_code=trust_remote_code)
+    # A class of a pipeline's own has a config that no auto class knows.
+    known = transformers.AutoConfig if hasattr(transformers, cls.__name__) else cls.config_class
+    config = known.from_pretrained(source.name, trust_remote_code=trust_remote_code)
     final = DTYPES[dtype] if DTYPES[dtype] != "auto" else config.dtype or torch.float32
     with torch.device("meta"):
         if hasattr(cls, "_from_config"):
