@@ -48,9 +48,9 @@ class QuantizerConfig(QuantizationConfigMixin):
         activations: None (16 bit), "int8" or "fp8": inputs of linear layers and experts, quantized on the fly.
         activation_scale: "dynamic": one scale per token, computed on the fly. "static": one scale per layer, of a
             calibration on texts or inputs, for kernels and engines that want it; it costs more accuracy.
-        cpu_activations: "int8": on a CPU the inputs of int4 and int8 layers without `activations` are quantized on the
-            fly, too. Products are faster there (7 bits and a sign per value, one scale per token); other devices are
-            not affected.
+        cpu_activations: "int8": on a CPU the inputs of int2, int4 and int8 layers without `activations` are quantized
+            on the fly, too. Products are faster there (7 bits and a sign per value, one scale per token); other
+            devices are not affected.
         granularity: the values that share a scale: "row", "group", "tensor" or "block" (128 x 128, fp8); None: the
             default of the format.
         group_size: weights per scale with granularity "group": 16, 32, 64, 96, 128, 192 or 256.

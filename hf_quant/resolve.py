@@ -215,9 +215,9 @@ def _cpu_activation(fields: dict[str, Any], weight: TensorQuant, activation: Ten
         raise ValueError(f"cpu_activations is {name!r}; allowed: None, 'int8'")
     if activation is not None:
         raise ValueError(f"cpu_activations is {name!r}, but activations={activation.format!r} holds on CPUs already")
-    if weight.format not in ("int4", "int8"):
+    if weight.format not in ("int2", "int4", "int8"):
         raise ValueError(
-            f"cpu_activations is {name!r} with weights {weight.format!r}; it gains something for int4 and int8 only"
+            f"cpu_activations is {name!r} with weights {weight.format!r}; only int2, int4 and int8 gain from it"
         )
     return TensorQuant(name, "row")
 

@@ -3,9 +3,10 @@
     python scripts/bench_families.py --threads 1
     python scripts/bench_families.py whisper marian --rounds 5
 
-Weights and output embedding are in int4, activations and cache in int8; "unfused" is the same with
-`fuse_activations=False`. A prompt has `--prompt-tokens`, that of Whisper 30 seconds of sound. The time of a token is
-the median, over rounds in which the models take turns, of what tokens take beyond the first one.
+Weights and output embedding are in int4 (BitNet's in int2 with one scale a row, and int8), activations and cache in
+int8; "unfused" is the same with `fuse_activations=False`. A prompt has `--prompt-tokens`, that of Whisper 30 seconds
+of sound. The time of a token is the median, over rounds in which the models take turns, of what tokens take beyond the
+first one.
 """
 
 import argparse
@@ -30,11 +31,14 @@ def _seq2seq(width: int, layers: int) -> dict[str, int]:
     return {"d_model": width, **{f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in sizes.items()}}
 
 
+# {model type: scheme of its weights, that of its output embedding}; int4 for all others.
+_SCHEMES = {"bitnet": ({"weights": "int2", "granularity": "row", "input_transform": "none"}, "int8")}
 _NO_CACHE = ("mamba", "mamba2")  # model types whose layers all have a state instead
 _BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "vocab_size": 50257}
 # {name: (model type, fields of its config)}: the sizes of gpt2, opt-125m, falcon-rw-1b with 12 layers, GPT-J and BLOOM
 # alike, pythia-160m, whisper-base, bart-base, opus-mt, flan-t5-base, of latent attention like that of MiniCPM3-4B and
-# DeepSeek-V2-Lite, of mamba-130m, mamba2-130m, and of a hybrid like granite-4.0-h-350m.
+# DeepSeek-V2-Lite, of mamba-130m, mamba2-130m, of a hybrid like granite-4.0-h-350m, and some layers of Ministral 3 3B
+# and BitNet b1.58 2B4T.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", _BASE),
     "opt": ("opt", {**_BASE, "ffn_dim": 3072, "word_embed_proj_dim": 768}),
@@ -91,6 +95,29 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "position_embedding_type": "nope",
         },
     ),
+    "ministral3": (
+        "ministral3",
+        {
+            "hidden_size": 3072,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 5,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 32768,
+        },
+    ),
+    "bitnet": (
+        "bitnet",
+        {
+            "hidden_size": 2560,
+            "intermediate_size": 6912,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 20,
+            "num_key_value_heads": 5,
+            "vocab_size": 32768,
+        },
+    ),
 }
 
 
@@ -134,8 +161,9 @@ def measure(name: str, args: argparse.Namespace) -> tuple[str, ...]:
     kv_cache = None if FAMILIES[name][0] in _NO_CACHE else "int8"
     for fuses in (False, None):
         model = models[f"fused: {fuses}"] = copy.deepcopy(base)
-        config = {"cpu_activations": "int8", "kv_cache": kv_cache, "modules": {head: "int4"}}
-        quantize_(model, QuantizerConfig("int4", **config, fuse_activations=fuses))
+        scheme, of_head = _SCHEMES.get(FAMILIES[name][0], ({"weights": "int4"}, "int4"))
+        config = {**scheme, "cpu_activations": "int8", "kv_cache": kv_cache, "modules": {head: of_head}}
+        quantize_(model, QuantizerConfig(**config, fuse_activations=fuses))
     found: dict[str, list[tuple[float, float]]] = {key: [] for key in models}
     for turn in range(args.rounds + 1):
         for key, model in models.items():

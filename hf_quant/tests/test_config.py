@@ -207,7 +207,7 @@ def test_a_preset_may_be_completed_and_confirmed():
         ({"weights": "W4A8", "activation_scale": "statics"}, r"activation_scale is 'statics'; allowed: 'dynamic'"),
         ({"weights": "int4", "activation_scale": "static"}, r"activation_scale is 'static', but activations is None"),
         ({"weights": "int4", "cpu_activations": "fp8"}, r"cpu_activations is 'fp8'; allowed: None, 'int8'"),
-        ({"weights": "nf4", "cpu_activations": "int8"}, r"with weights 'nf4'; it gains something for int4 and int8"),
+        ({"weights": "nf4", "cpu_activations": "int8"}, r"with weights 'nf4'; only int2, int4 and int8 gain"),
         ({"weights": "W8A8", "cpu_activations": "int8"}, r"activations='int8' holds on CPUs already"),
         ({"weights": "int4", "granularity": "rows"}, r"unknown granularity 'rows'; did you mean 'row'"),
         ({"weights": "int4", "granularity": "block"}, r"int4 has no granularity 'block'; allowed: row, group, tensor"),
