@@ -147,7 +147,7 @@ def test_one_row_that_the_l1_cache_does_not_hold(format, K, instructions, calls)
             x = normal(1, K, seed=number).to(dtype)
             y = weight_only_mm(x, *packed, None, **options)
             assert excess(y, x, weight, None, nf4=format == "nf4" and dtype == torch.bfloat16) <= 1, f"{N}, {dtype}"
-        if format in ("int4", "int8"):
+        if format.startswith("int"):
             codes, row_scale = quantize_rowwise_reference(x, format="int8")
             values = codes.float() * row_scale
             y = dynamic_mm(x, *packed, None, activation="int8", **options)
@@ -155,14 +155,14 @@ def test_one_row_that_the_l1_cache_does_not_hold(format, K, instructions, calls)
     assert calls
 
 
-@pytest.mark.parametrize("format", ["int4", "int8"])
+@pytest.mark.parametrize("format", ["int2", "int4", "int8"])
 def test_products_of_integers(format, instructions, calls):
     """Sums of integers are exact. With one scale a row they are rounded once, else their lanes are, for each group."""
     draw = random.Random(0)
     for number in range(40):
         N, K = draw.randint(1, 150), draw.choice((draw.randint(1, 700), 768, 2080))
         M = draw.choice((1, 2, 4, 11, 17, 100))
-        group_size = draw.choice((32, 64, 96, 128, 256, None, None))
+        group_size = draw.choice((16, 32, 64, 96, 128, 256, None, None))
         symmetric = format == "int8" or draw.random() < 0.5
         quant = TensorQuant(format, "group" if group_size else "row", group_size, symmetric)
         packed, options = random_packed(quant, N, K, number), options_of(quant, N, K)
@@ -178,7 +178,8 @@ def test_products_of_integers(format, instructions, calls):
         assert ((y.double() - exact).abs() / allowed).max() <= 1, f"{quant}, M={M}, N={N}, K={K}"
         changed = packed.qdata.clone()
         k = int(codes.int().abs().sum(0).argmax())
-        changed.view(torch.uint8)[N // 2, k if format == "int8" else k // 2] ^= 1  # one of the codes, by one
+        bits = FORMATS[format].bits
+        changed.view(torch.uint8)[N // 2, k * bits // 8] ^= 1 << k * bits % 8  # one of the codes, by one
         y = dynamic_mm(x, *packed._replace(qdata=changed), None, activation="int8", **options)
         assert ((y.double() - exact).abs() / allowed).max() > 1
     assert len(calls) == 80
