@@ -64,7 +64,8 @@ def quantize_(
     """Quantize a model in place, layer by layer, and return it.
 
     Args:
-        model: any nn.Module with its weights loaded.
+        model: any nn.Module with its weights loaded. A quantized model of transformers or diffusers takes a config
+            without `weights`: a KV cache, or `modules` that name what is left in 16 bit.
         config: a QuantizerConfig, a format or preset name, or a dict of fields.
         calibration: data for an algorithm that needs it, see `hf_quant.calibrate`; a `Calibration` that has seen data;
             or statistics, or their file. None: `config.calibration`, else text that a causal language model writes.
@@ -82,12 +83,10 @@ def quantize_(
     check_model(model)
     config = as_config(config)
     calibration = config.calibration if calibration is None else calibration
-    known = stored_config(model)
+    known = stored_config(model) if config.weights is None else None  # to which this one adds
     if config.quantizes_no_weights and known is not None:  # the weights are left unchanged
         _check_config(model, config, calibration)
-        added = {name: value for name in NON_WEIGHT_FIELDS if (value := getattr(config, name)) is not None}
-        known = QuantizerConfig(**{**known.to_dict(), **added})
-        known.fuse_activations = config.fuse_activations
+        known = _joined(known, config)
         if calibration is not None:
             found = solve(model, config, QuantPlan([], 0), calibration, tokenizer=tokenizer, progress=progress).config
             known.kv_scales = found.kv_scales
@@ -95,6 +94,11 @@ def quantize_(
         return model
     device = device if device is not None else config.quantization_device
     options = {"tokenizer": tokenizer, "device": device, "progress": progress}
+    if config.weights is None and known is None and any(isinstance(m, QuantizedModule) for m in model.modules()):
+        raise ValueError(
+            f"the model is quantized already, and this {type(model).__name__} is no model of transformers or "
+            "diffusers, to which more is added: dequantize_ it first"
+        )
     packed, amax, quant_plan, config = decide(model, config, calibration, quant_plan=quant_plan, **options)
     modules = dict(model.named_modules())
     names = apply_plan(model, quant_plan, device=device, packed=packed)
@@ -104,9 +108,21 @@ def quantize_(
             assert isinstance(module, QuantizedModule)  # apply_plan has converted it
             module.calibrate_input_(weight, largest)
     fuse_as_configured_(model, config.fuse_projections)
-    notify_observers(model, config, quant_plan.schemes)
+    schemes = quant_plan.schemes
+    if known is not None:
+        config, schemes = _joined(known, config), {**schemes_from_list(known.plan or []), **schemes}
+    notify_observers(model, config, schemes)
     use_huge_pages(model)
     return model
+
+
+def _joined(known: QuantizerConfig, config: QuantizerConfig) -> QuantizerConfig:
+    """The config of a quantized model, and what another one without `weights` adds to it."""
+    added = {name: value for name in NON_WEIGHT_FIELDS if (value := getattr(config, name)) is not None}
+    modules = {**config.modules, **{name: v for name, v in known.modules.items() if name not in config.modules}}
+    joined = QuantizerConfig(**{**known.to_dict(), **added, "modules": modules})
+    joined.fuse_activations = config.fuse_activations
+    return joined
 
 
 def _check_config(model: nn.Module, config: QuantizerConfig, calibration: Any) -> None:

@@ -68,15 +68,19 @@ def plan(
     """Plan what `quantize_(model, config)` would do. The model is not changed, and may be on the meta device.
 
     dtype: dtype of the 16-bit weights, if the model's own dtype is not final yet.
-    Raises ValueError if the model is quantized already, a pattern matches nothing, or nothing would be quantized.
+    Raises ValueError if the model is quantized already, a pattern matches nothing, or nothing would be quantized. A
+    config without `weights` whose `modules` name what is left in 16 bit plans that of a quantized model.
     """
     check_model(model)
     config = as_config(config)
     if config.is_auto:
         raise ValueError("weights is 'auto': the schemes are chosen by running the model, see hf_quant.auto_plan")
     quantized = next((n for n, m in model.named_modules() if isinstance(m, QuantizedModule)), None)
-    if quantized is not None:
-        raise ValueError(f"the model is quantized already ({quantized or 'it'} is); dequantize_ it first")
+    if quantized is not None and (config.weights is not None or config.quantizes_no_weights):
+        raise ValueError(
+            f"the model is quantized already ({quantized or 'it'} is); dequantize_ it first, or name modules that are "
+            "left in 16 bit: QuantizerConfig(None, modules={...})"
+        )
     candidates = dict(_candidates(model))
     _check_patterns(config, candidates)
     decider = _Decider(model, config, candidates, dtype)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_quant
 from hf_quant import QuantEmbedding, QuantizerConfig, QuantLinear, dequantize_, quantize, quantize_
@@ -171,6 +172,30 @@ def test_a_failure_in_the_middle_leaves_that_layer_whole(monkeypatch):
         quantize_(model, "int4")
     assert type(model[0]) is nn.Linear and model[0].weight is weight
     assert "scheme" not in vars(model[0]) and model(torch.ones(1, 160)).shape == (1, 160)
+
+
+def test_what_is_left_of_a_quantized_model(tmp_path):
+    fields = {"vocab_size": 96, "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**fields, num_hidden_layers=2, tie_word_embeddings=False)).eval()
+    quantize_(model, QuantizerConfig("int4", kv_cache="int8", modules={"lm_head": None, "*.1.*.down_proj": None}))
+    with pytest.raises(ValueError, match="matches no module that can be quantized"):
+        quantize_(model, QuantizerConfig(None, modules={"model.layers.0.self_attn.q_proj": "int8"}))
+    with pytest.raises(ValueError, match="is quantized already .*, or name modules that are left in 16 bit"):
+        quantize_(model, "int8")
+    down = model.model.layers[1].mlp.down_proj
+    quantize_(model, QuantizerConfig(None, modules={"lm_head": "int8"}))
+    assert str(model.lm_head.scheme) == "int8 row" and type(down) is nn.Linear
+    config = model.config.quantization_config
+    assert config.weights == "int4" and config.kv_cache == "int8" and config.modules["lm_head"] == "int8"
+    quantize_(model, QuantizerConfig(None, kv_cache="int4", modules={"*": "nf4"}))
+    schemes = {str(m.scheme) for m in model.modules() if isinstance(m, QuantizedModule)}
+    assert schemes == {"int4 g32", "int8 row", "nf4 g32"}
+    assert model.config.quantization_config.kv_cache == "int4"
+    model.save_pretrained(tmp_path)
+    again, ids = LlamaForCausalLM.from_pretrained(tmp_path).eval(), torch.arange(12)[None]
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    with pytest.raises(ValueError, match="this Sequential is no model of transformers or diffusers"):
+        quantize_(nn.Sequential(model, nn.Linear(96, 96)), QuantizerConfig(None, modules={"1": "int8"}))
 
 
 def test_quantizing_twice_and_what_is_not_quantized():
