@@ -120,7 +120,8 @@ def _joined(known: QuantizerConfig, config: QuantizerConfig) -> QuantizerConfig:
     """The config of a quantized model, and what another one without `weights` adds to it."""
     added = {name: value for name in NON_WEIGHT_FIELDS if (value := getattr(config, name)) is not None}
     modules = {**config.modules, **{name: v for name, v in known.modules.items() if name not in config.modules}}
-    joined = QuantizerConfig(**{**known.to_dict(), **added, "modules": modules})
+    fields: dict[str, Any] = {**known.to_dict(), **added, "modules": modules}
+    joined = QuantizerConfig(**fields)
     joined.fuse_activations = config.fuse_activations
     return joined
 
