@@ -100,6 +100,8 @@ def test_a_row_with_a_negative_scale_of_int8_turns_its_codes_and_cannot_hold_128
         ({"weights": "int8", "scale_dtype": "float16"}, "Q8_0"),
         ({"weights": "int8", "granularity": "tensor", "scale_dtype": "bfloat16"}, "Q8_0"),
         ({"weights": "int8", "group_size": 64, "scale_dtype": "float16"}, "Q8_0"),
+        ({"weights": "int4", "group_size": 128}, "Q4_0"),  # the last group of a row is shorter
+        ({"weights": "int4", "group_size": 128, "symmetric": False}, "Q4_1"),
         ({"weights": "mxfp4"}, "MXFP4"),
     ],
 )
@@ -160,5 +162,7 @@ def test_minima_that_are_no_multiples_of_the_scale_are_refused():
         unpack("Q4_1", torch.from_numpy(rows), K)
     quant = replace(TYPES["Q4_1"].quant, scale_dtype="bfloat16")
     packed = quantize_matrix(torch.randn(N, K), quant)  # 8 digits of a scale times 4 of a zero point
-    with pytest.raises(ValueError, match="are no fp16 numbers"):
+    with pytest.raises(
+        ValueError, match="are no fp16 numbers: .* symmetric=True, or with scale_dtype='float8_e4m3fn'"
+    ):
         pack("Q4_1", packed, quant, K)

@@ -29,6 +29,11 @@ from hf_quant.scheme import LinearScheme, TensorQuant
 
 _CHUNK = 2**20  # weights at a time, which bounds the temporaries
 BLOCK = 32  # codes that share a scale in the types that are written
+_SCALES = "its scales are no fp16 numbers: quantize it with scale_dtype='float16'"
+_MINIMA = (
+    "the products of its scales and zero points are no fp16 numbers: quantize it with symmetric=True, or with "
+    "scale_dtype='float8_e4m3fn'"
+)
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # kvalues_iq4nl of ggml-common.h
 
 
@@ -235,8 +240,8 @@ def _pack(kind: str, packed: PackedWeight, quant: TensorQuant, K: int) -> Tensor
     codes = codes.reshape(N, K // BLOCK, BLOCK)
 
     def of_blocks(values: Tensor) -> Tensor:
-        if values.shape[1] > 1:
-            values = values.repeat_interleave(quant.columns_per_scale(K) // BLOCK, 1)
+        if values.shape[1] > 1:  # the last group of a row may be shorter
+            values = values.repeat_interleave(quant.columns_per_scale(K) // BLOCK, 1)[:, : K // BLOCK]
         return values.expand(N, K // BLOCK)
 
     if kind == "MXFP4":
@@ -245,16 +250,16 @@ def _pack(kind: str, packed: PackedWeight, quant: TensorQuant, K: int) -> Tensor
         exact = scale.double() if packed.global_scale is None else scale.double() * packed.global_scale.double()
         heads = [_halves(of_blocks(exact))]
         if packed.zero_point is not None:
-            heads.append(_halves(of_blocks(-exact * packed.zero_point)))
+            heads.append(_halves(of_blocks(-exact * packed.zero_point), _MINIMA))
     body = codes.view(torch.uint8) if kind == "Q8_0" else codes[..., :16] | codes[..., 16:] << 4
     return torch.cat([*heads, body], -1).flatten(1)
 
 
-def _halves(exact: Tensor) -> Tensor:
-    """Return fp16 numbers [N, blocks] as bytes [N, blocks, 2]. Raises Inexpressible if one is rounded."""
+def _halves(exact: Tensor, reason: str = _SCALES) -> Tensor:
+    """Return fp16 numbers [N, blocks] as bytes [N, blocks, 2]. Raises Inexpressible(reason) if one is rounded."""
     stored = exact.half()
     if not torch.equal(stored.double(), exact):
-        raise Inexpressible("its scales (or minima) are no fp16 numbers: quantize it with scale_dtype='float16'")
+        raise Inexpressible(reason)
     return _viewed(stored, torch.uint8).view(*exact.shape, 2)
 
 
