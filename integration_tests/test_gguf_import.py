@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import sys
 
 import numpy as np
@@ -125,6 +126,9 @@ def test_a_directory_with_one_file_is_that_file_and_one_with_two_is_refused(tmp_
     path = write_gguf(tmp_path / "in/m.gguf", llama_metadata(), llama_tensors({"*": "Q4_0"}))
     import_checkpoint(tmp_path / "in", tmp_path / "out")
     assert differences(tmp_path / "out", host(path))[0] == 0
+    shutil.copyfile(tmp_path / "out/config.json", tmp_path / "in/config.json")  # as repositories of GGUF files have it
+    import_checkpoint(tmp_path / "in", tmp_path / "beside a config")
+    assert differences(tmp_path / "beside a config", host(path))[0] == 0
     path.rename(tmp_path / "in/a.gguf")
     (tmp_path / "in/b.gguf").write_bytes(b"GGUF")
     with pytest.raises(ValueError, match="holds a.gguf, b.gguf: name one of them"):

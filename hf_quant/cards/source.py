@@ -14,6 +14,7 @@ from hf_quant.checkpoint import (
     CheckpointSummary,
     Directory,
     TensorInfo,
+    gguf_hint,
     inspect_checkpoint,
     read_header,
     scan_files,
@@ -277,7 +278,8 @@ def _size(directory: Path) -> int:
 
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise ValueError(f"{path.parent} is not the directory of a model or pipeline: it has no {path.name}")
+        hint = gguf_hint(Directory(path.parent).files())
+        raise ValueError(f"{path.parent} is not the directory of a model or pipeline: it has no {path.name}{hint}")
     return Directory(path.parent).load_json(path.name)
 
 

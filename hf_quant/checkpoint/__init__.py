@@ -5,7 +5,15 @@ the Hub; `check_packed` checks tensors that were loaded; `save_quantized` and `l
 module. A `Folder` is a checkpoint's directory, local or remote; every other function reads through one.
 """
 
-from hf_quant.checkpoint.folder import Directory, Folder, HubRepository, local_path, open_folder, refuse_file
+from hf_quant.checkpoint.folder import (
+    Directory,
+    Folder,
+    HubRepository,
+    gguf_hint,
+    local_path,
+    open_folder,
+    refuse_file,
+)
 from hf_quant.checkpoint.header import DTYPES, TensorInfo, read_header, scan_files
 from hf_quant.checkpoint.mapping import freeze_, quantization_map, requantize_
 from hf_quant.checkpoint.packed import (
@@ -50,6 +58,7 @@ __all__ = [
     "expected_tensors",
     "find_config",
     "freeze_",
+    "gguf_hint",
     "guard_entry",
     "holds_quantized",
     "inspect_checkpoint",

@@ -3,7 +3,7 @@
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -268,6 +268,14 @@ def refuse_file(source: Path | str) -> None:
         )
     here = "is a file" if _exists(source) else "is no file here"
     raise ValueError(f"{source} {here}; a model is a directory, or USER/NAME on the Hub{hint}")
+
+
+def gguf_hint(names: Iterable[str]) -> str:
+    """Return what to do with a GGUF file among the names of a folder, for the end of an error; "" if it has none."""
+    found = next((name for name in sorted(names) if name.lower().endswith(".gguf")), None)
+    if found is None:
+        return ""
+    return f"; `hf-quant import` makes a checkpoint of a GGUF file, such as {shorten(found)} there"
 
 
 def _exists(path: Path | str) -> bool:

@@ -7,11 +7,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from hf_quant.checkpoint.folder import Folder, open_folder
+from hf_quant.checkpoint.folder import Folder, gguf_hint, open_folder
 from hf_quant.checkpoint.header import TensorInfo, scan_folder
 from hf_quant.checkpoint.packed import StoredWeight, check_info, expected_tensors, stored_weights
 from hf_quant.checkpoint.store import CONFIG_NAME, config_from_fields
-from hf_quant.checkpoint.untrusted import one_line, shorten
+from hf_quant.checkpoint.untrusted import one_line
 from hf_quant.config import QuantizerConfig
 from hf_quant.formats import FORMATS
 from hf_quant.kernels.codes import PACK
@@ -211,9 +211,7 @@ def _find_config(folder: Folder, names: list[str]) -> QuantizerConfig:
     if found is None:
         parts = sorted(name.rpartition("/")[0] for name in names if name.endswith("/config.json"))
         hint = f"; it has the parts {', '.join(parts[:20])}: name one of them" if parts else ""
-        gguf = next((name for name in names if name.lower().endswith(".gguf")), None)
-        if gguf is not None:
-            hint = f"; `hf-quant import` makes a checkpoint of a GGUF file, such as {shorten(gguf)} there"
+        hint = gguf_hint(names) or hint
         raise ValueError(f"{folder.name} is not the directory of a quantized model: no config.json{hint}")
     fields, where = folder.load_json(found), f"{folder.name}/{found}"
     if found == CONFIG_NAME:

@@ -18,9 +18,10 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidat
 from torch import nn
 
 from hf_quant.cards import diffusers_class
-from hf_quant.checkpoint import open_folder, read_header, refuse_file
+from hf_quant.checkpoint import gguf_hint, open_folder, read_header, refuse_file
 from hf_quant.config import QuantizerConfig
 from hf_quant.convert.files import SIDE_FILES, is_side_file
+from hf_quant.convert.gguf.imports import is_gguf_folder
 
 
 DTYPES = {"auto": "auto", "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -57,12 +58,16 @@ def find_source(name: str) -> Source:
         if "model_type" in fields or "architectures" in fields:
             return Source(name, "transformers", fields)
     if Path(name).is_dir():
-        raise ValueError(f"{name} is not a model directory: it has no config.json of a model and no model_index.json")
+        hint = gguf_hint(open_folder(name).files())
+        raise ValueError(
+            f"{name} is not a model directory: it has no config.json of a model and no model_index.json{hint}"
+        )
     if HF_HUB_OFFLINE:
         raise ValueError(
             f"{name} is not a directory, and not in the cache of the Hub; HF_HUB_OFFLINE is set: unset it to download"
         )
-    raise ValueError(f"{name} has no config.json of a model on the Hub, and no model_index.json")
+    hint = gguf_hint(open_folder(name).files())
+    raise ValueError(f"{name} has no config.json of a model on the Hub, and no model_index.json{hint}")
 
 
 def check_file(path: Path, option: str) -> None:
@@ -165,10 +170,11 @@ def load_model(
 ) -> nn.Module:
     """Load a model in evaluation mode, quantized while loading if a config is given.
 
-    Raises ValueError if it is to be quantized and is quantized already.
+    Raises ValueError if it is to be quantized and is quantized already, or has its weights in a GGUF file.
     """
     if config is not None:
         check_not_quantized(source)
+    _check_weights(source)
     cls = model_class(source, trust_remote_code=trust_remote_code)
     options: dict[str, Any] = {} if config is None else {"quantization_config": config}
     if device is not None:
@@ -214,6 +220,13 @@ def check_one_model(source: Source, command: str, hint: str) -> None:
     """Raise ValueError if the source is a pipeline: `hint` continues what to give to the command instead."""
     if source.kind == "pipeline":
         raise ValueError(f"{command} takes one model: give the directory of a component, such as {hint}")
+
+
+def _check_weights(source: Source) -> None:
+    """Raise ValueError if a directory has a GGUF file in the place of weights that its host would load."""
+    folder = Path(source.name)
+    if folder.is_dir() and is_gguf_folder(folder):
+        raise ValueError(f"{folder} holds no safetensors file{gguf_hint(open_folder(folder).files())}")
 
 
 def check_not_quantized(source: Source) -> None:

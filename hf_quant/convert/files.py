@@ -18,6 +18,7 @@ from torch import Tensor
 from hf_quant.checkpoint import (
     Directory,
     TensorInfo,
+    gguf_hint,
     local_path,
     one_line,
     open_folder,
@@ -193,6 +194,7 @@ def read_config(directory: Path, *, hosts: tuple[str, ...] = ("transformers",)) 
             if "diffusers" in hosts or "_class_name" not in Directory(found.parent).load_json(CONFIG)
         )
         hint = f"; it has the parts {', '.join(parts)}: name one of them" if parts else ""
+        hint = hint or gguf_hint(Directory(directory).files())
         raise ValueError(f"{directory} has no {CONFIG}: it is no checkpoint of transformers{hint}")
     if (directory / _ADAPTERS).is_file():
         raise ValueError(f"{directory} has adapters ({_ADAPTERS}), which would be lost: merge or remove them first")

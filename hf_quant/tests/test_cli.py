@@ -335,6 +335,13 @@ def test_eval_and_bench_compare_with_the_reference(llama_dir, tmp_path, capsys):
                 ("export", "out"),
             )
         ),
+        *(
+            ([command, "{llama-cpp}", *rest], "makes a checkpoint of a GGUF file, such as m-Q4_0.gguf there")
+            for command, *rest in (("plan",), ("quantize", "{dir}/out"), ("card",), ("export", "{dir}/out"))
+        ),
+        (["eval", "{config}", "--text", "{llama}/LICENSE"], "holds no safetensors file; `hf-quant import` makes"),
+        (["quantize", "{config}", "{dir}/out"], "holds no safetensors file; `hf-quant import` makes"),
+        (["import", "{config}", "{dir}/out"], "m-Q4_0.gguf cannot be imported: "),
         (["import", "{gguf}", "out"], "m.gguf cannot be read as GGUF: "),
         (["plan", "{llama}/config.json"], "config.json is a file; a model is a directory, or USER/NAME on the Hub"),
         (["eval", "{llama}", "--text", "{dir}/none.txt"], "none.txt"),
@@ -357,6 +364,11 @@ def test_errors_are_one_line_and_exit_status_2(arguments, message, llama_dir, tm
     (tmp_path / "empty").mkdir()
     (tmp_path / "m.gguf").touch()
     places = {"dir": tmp_path, "empty": tmp_path / "empty", "llama": llama_dir, "gguf": tmp_path / "m.gguf"}
+    for name in ("llama-cpp", "config"):  # directories of a GGUF file, alone and beside a config
+        places[name] = tmp_path / name
+        places[name].mkdir()
+        (places[name] / "m-Q4_0.gguf").touch()
+    shutil.copyfile(llama_dir / "config.json", places["config"] / "config.json")
     assert message in error_of(capsys, *(a.format(**places) for a in arguments))
     assert not (tmp_path / "out").exists()
 

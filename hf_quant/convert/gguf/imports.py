@@ -16,7 +16,7 @@ from hf_quant.cards import CARD, converted_card, hub_id
 from hf_quant.cards.base import is_directory
 from hf_quant.checkpoint import expected_tensors, local_path, one_line, workspace
 from hf_quant.convert.compressed_tensors.schemes import Inexpressible
-from hf_quant.convert.files import check_out, empty_model, read_config, staged, write_config
+from hf_quant.convert.files import PICKLES, check_out, empty_model, read_config, staged, write_config
 from hf_quant.convert.foreign import Foreign, ForeignWeight, write_foreign
 from hf_quant.convert.gguf.architectures import ARCHITECTURES, FACTORS, Architecture, complete_
 from hf_quant.convert.gguf.blocks import TYPES, unpack
@@ -43,12 +43,18 @@ def gguf_of(source: str | Path) -> Path | str | None:
     """
     if str(source).endswith(SUFFIX):
         return source
-    if not is_directory(source) or (Path(source) / "config.json").is_file():
+    if not is_directory(source) or not is_gguf_folder(Path(source)):
         return None
     found = sorted(Path(source).glob(f"*{SUFFIX}"))
     if len(found) > 1:
         raise ValueError(f"{source} holds {first_few([path.name for path in found])}: name one of them")
-    return found[0] if found else None
+    return found[0]
+
+
+def is_gguf_folder(folder: Path) -> bool:
+    """Return True for a directory with GGUF files, but without a config, or without weights that it would describe."""
+    has_weights = any(any(folder.glob(kind)) for kind in ("*.safetensors", PICKLES))
+    return not (has_weights and (folder / "config.json").is_file()) and any(folder.glob(f"*{SUFFIX}"))
 
 
 def import_gguf(
