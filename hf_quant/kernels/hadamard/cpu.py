@@ -1,4 +1,4 @@
-"""Hadamard transforms on CPU: butterflies of the native kernels, or products with the dense factors in fp32."""
+"""Hadamard transforms on CPU in fp32: butterflies of the native kernels or of torch, or products with factors."""
 
 import math
 
@@ -13,14 +13,43 @@ from hf_quant.kernels.hadamard import op
 from hf_quant.kernels.rowwise.cpu import quantize_blocks
 
 
+_AT_ONCE = 2**16  # values that pass through all butterflies: they stay in the cache
+
+
 @implements(op.hadamard, "CPU")
 @torch.no_grad()
 def hadamard_cpu(x: Tensor, diagonal: Tensor | None = None, *, block_size: int | None = None) -> Tensor:
-    """Compute `hadamard_reference`; fp64 in fp64, anything else in fp32."""
+    """Compute `hadamard_reference`; fp64 in fp64, anything else in fp32.
+
+    With a power of two the bits are those of the native kernels, with them and without: so are codes of weights.
+    """
     n = op.check(x, block_size, diagonal)
     if x.dtype == torch.float64:
         return op.hadamard_reference(x, diagonal, block_size=block_size)
-    return transform_rows(x.reshape(-1, x.shape[-1]), n, diagonal, x.dtype).view(x.shape)
+    rows = x.reshape(-1, x.shape[-1])
+    y = native.transform_rows(rows, n, diagonal, x.dtype)
+    if y is None and n & (n - 1) == 0:
+        y, step = torch.empty(rows.shape, dtype=x.dtype), max(_AT_ONCE // rows.shape[1], 1)
+        for start in range(0, len(rows), step):
+            y[start : start + step] = _butterflies(rows[start : start + step].float(), n, diagonal)
+    elif y is None:
+        y = transform_rows(rows, n, diagonal, x.dtype)
+    return y.view(x.shape)
+
+
+def _butterflies(x: Tensor, n: int, diagonal: Tensor | None) -> Tensor:
+    """x [M, K] in fp32 times the diagonal and the matrix of each block of n, by sums and differences in a fixed order.
+
+    In turn those of values that are 1, 2, 4, ... places apart, as in `rotation.h` of the native kernels.
+    """
+    y = (x if diagonal is None else x * diagonal.view(-1)).t().contiguous()  # each sum is then of whole rows
+    other, half = torch.empty_like(y), 1
+    while half < n:
+        (low, high), (sums, differences) = (part.view(-1, 2, half, len(x)).unbind(1) for part in (y, other))
+        torch.add(low, high, out=sums)
+        torch.sub(low, high, out=differences)
+        y, other, half = other, y, 2 * half
+    return (y * (1 / math.sqrt(n))).t()
 
 
 @implements(op.hadamard_quantize_rowwise, "CPU")

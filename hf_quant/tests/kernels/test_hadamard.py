@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from hf_quant.kernels import hadamard, hadamard_quantize_rowwise
+from hf_quant.kernels import hadamard, hadamard_quantize_rowwise, native
 from hf_quant.kernels.dispatch import Problem, explain
 from hf_quant.kernels.gpu.launch import TARGETS, pretend, record_launches
-from hf_quant.kernels.hadamard import gpu
+from hf_quant.kernels.hadamard import cpu, gpu
 from hf_quant.kernels.hadamard.op import (
     differentiable_hadamard,
     hadamard_quantize_rowwise_reference,
@@ -70,6 +70,19 @@ def test_hadamard_is_its_definition(n):
     if n > 2:
         with pytest.raises(AssertionError):
             assert_close(hadamard(x.roll(1, -1), block_size=n), exact(x, n), rms=0.1)
+
+
+@pytest.mark.skipif(native.active() is None, reason="needs the native kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("n", [2, 32, 128, 1024])
+def test_torch_gives_the_bits_of_the_native_kernels(n, dtype, monkeypatch):
+    """So weights in a rotated basis get the same codes with these kernels and without."""
+    monkeypatch.setattr(cpu, "_AT_ONCE", 4 * n)
+    x, diagonal = case(3, 5, 2 * n, dtype=dtype), case(2 * n, dtype=torch.float32)
+    for given in (None, diagonal):
+        y = hadamard(x, given, block_size=n)
+        with native.using(None):
+            assert torch.equal(hadamard(x, given, block_size=n), y)
 
 
 def test_shapes_and_strides():
