@@ -527,6 +527,7 @@ def test_a_layer_that_lacks_a_tensor(part, llama, tmp_path):
         ("W4A16_ASYM", "weight_zero_point", torch.tensor(0, dtype=torch.int32)),
         ("mxfp4", "weight_packed", torch.zeros(256, 64, dtype=torch.bool)),
         ("mxfp4", "weight_scale", torch.zeros(256, 4, dtype=torch.float16)),
+        ("W4A16_ASYM", "weight_scale", torch.ones(256, 8, dtype=torch.bfloat16)),
     ],
 )
 def test_tensors_of_compressed_tensors_that_cannot_be(weights, part, tensor, compressed, tmp_path):
@@ -536,6 +537,8 @@ def test_tensors_of_compressed_tensors_that_cannot_be(weights, part, tensor, com
     assert LAYER in message
     if weights == "W8A8":
         assert f"has {LAYER}.weight as [256, 128] int8, but no scale for it" in message
+    if tensor is not None and tensor.dtype == torch.bfloat16:
+        assert f"{LAYER}.weight_scale is [256, 8] bfloat16; weights of [256, 128] as int4 g" in message
 
 
 @pytest.mark.parametrize(

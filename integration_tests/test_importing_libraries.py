@@ -326,6 +326,7 @@ def test_layers_that_the_model_does_not_use_are_left_out(tmp_path):
         ({**BLOCKS, "activation_scheme": "x"}, {}, "its activation_scheme is 'x'"),
         (BLOCKS, {f"{UP}.weight_scale_inv": None}, "up_proj.weight as .*, but no scale for it"),
         (BLOCKS, {f"{UP}.weight": None}, "up_proj.weight is missing"),
+        (BLOCKS, {f"{UP}.weight": torch.ones(256, 128).to(torch.float8_e5m2)}, "float8_e5m2; needs .* float8_e4m3fn"),
         (BLOCKS, {f"{UP}.weight_scale_inv": torch.ones(2, 2)}, r"up_proj.weight_scale_inv is \[2, 2\] float32; needs"),
         (BLOCKS, {f"{UP}.weight_scale_inv": torch.full((2, 1), torch.nan)}, "up_proj.scale is corrupt"),
         (BLOCKS, {f"{UP}.activation_scale": torch.ones(7)}, r"up_proj.activation_scale is \[7\] float32"),

@@ -54,7 +54,7 @@ def fp8_weights(files: TensorFiles, *, quantizes_inputs: bool) -> list[ForeignWe
     found: list[ForeignWeight] = []
     for key in files.tensors:
         module, _, leaf = key.rpartition(".")
-        if leaf in _SCALES and _is_fp8(files, f"{module}.weight"):
+        if leaf == _SCALES[0] or (leaf in _SCALES and _is_fp8(files, f"{module}.weight")):
             inputs = [f"{module}.{name}" for name in _INPUTS if f"{module}.{name}" in files.tensors]
             found.append(_weight(files, module, "weight", key, inputs, quantizes_inputs))
         elif leaf.endswith(_EXPERTS):

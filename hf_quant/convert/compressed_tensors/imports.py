@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_quant.algorithms import PackedWeight
-from hf_quant.checkpoint import TensorInfo
+from hf_quant.checkpoint import TensorInfo, expected_tensors
 from hf_quant.convert.compressed_tensors.schemes import (
     FLOAT,
     INT,
@@ -112,6 +112,12 @@ def _weight(
     if K is None:
         K = _columns(files, module, found, scheme)
     _check_parts(module, found, format, scheme, N)
+    expected = expected_tensors(scheme, {"weight": (N, K)})["scale"].shape
+    if prod(found["weight_scale"].shape) != prod(expected):
+        raise ValueError(
+            f"{module}.weight_scale is {found['weight_scale']}; weights of [{N}, {K}] as {scheme.weight}, which its "
+            f"group of config_groups says, need {list(expected)}"
+        )
     own = {name: files.tensors[f"{module}.{name}"] for name in _INPUT_PARTS if f"{module}.{name}" in files.tensors}
     if scheme.is_static:
         _check_input(module, own)
