@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_quant.formats import Format
-from hf_quant.kernels.codes import expand_scale
+from hf_quant.kernels.codes import expand_rows
 from hf_quant.scheme import TensorQuant
 
 
@@ -117,8 +117,8 @@ class Grid:
         values, N = scale.float(), weights.shape[0]
         if global_scale is not None:
             values = values * global_scale
-        zeros = None if zero_point is None else expand_scale(zero_point.float(), N, 1, 1).expand(N, 1)
-        return Scales(expand_scale(values, N, 1, 1).expand(N, 1), zeros, (scale, zero_point))
+        zeros = None if zero_point is None else expand_rows(zero_point.float(), N)
+        return Scales(expand_rows(values, N), zeros, (scale, zero_point))
 
     def snap(self, weights: Tensor, scales: Scales) -> Tensor:
         """The values nearest to the weights [N, any] that can be stored with these scales."""

@@ -186,13 +186,20 @@ def decode_codes(qdata: Tensor, spec: CodeSpec, K: int) -> Tensor:
     return levels[codes.int()]
 
 
+def expand_rows(scale: Tensor, N: int) -> Tensor:
+    """Scales or zero points [..., N | 1 | ceil(N/128), G] -> [..., N, G]."""
+    if scale.shape[-2] == N:
+        return scale
+    if scale.shape[-2] == 1:
+        return scale.expand(*scale.shape[:-2], N, -1)
+    return scale.repeat_interleave(BLOCK_SIZE, -2)[..., :N, :]
+
+
 def expand_scale(scale: Tensor, N: int, K: int, group_size: int) -> Tensor:
     """[N | 1 | ceil(N/128), ceil(K/group_size)] -> the value for each weight, broadcastable to [..., N, K]."""
     if scale.shape[-1] != 1:
         scale = scale.repeat_interleave(group_size, -1)[..., :K]
-    if scale.shape[-2] not in (1, N):
-        scale = scale.repeat_interleave(BLOCK_SIZE, -2)[..., :N, :]
-    return scale
+    return scale if scale.shape[-2] == 1 else expand_rows(scale, N)
 
 
 def divided(x: Tensor, number: float) -> Tensor:

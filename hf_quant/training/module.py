@@ -16,7 +16,7 @@ from hf_quant.algorithms import SOLVERS, PackedWeight, empty_packed, quantize_ma
 from hf_quant.config import QuantizerConfig
 from hf_quant.formats import FORMATS
 from hf_quant.kernels import dequantize
-from hf_quant.kernels.codes import BLOCK_SIZE, expand_scale
+from hf_quant.kernels.codes import expand_rows, expand_scale
 from hf_quant.modules import PACKED_NAMES, in_basis, packed_key
 from hf_quant.modules import stored_dtype as integer_dtype
 from hf_quant.modules.rotation import rotated_back
@@ -127,7 +127,7 @@ class QatModule(LayerInTraining):
         scale, (_, zero_point, global_scale) = self.own_scale(name), self.stored(name)
         if global_scale is not None:
             scale = scale * global_scale.reshape(*scale.shape[:-2], 1, 1)
-        return _rows(scale, N), None if zero_point is None else _rows(zero_point, N)
+        return expand_rows(scale, N), None if zero_point is None else expand_rows(zero_point, N)
 
     def weight_as_stored(self, name: str, weight: Tensor | None = None) -> Tensor:
         """The values of the codes of a weight, its own by default: [..., N, K] in the basis of the input."""
@@ -278,12 +278,3 @@ class QatModule(LayerInTraining):
 def qat_key(part: str, weight_name: str) -> str:
     """Parameter name of a part of a weight in training: `qat_scale`, or `qat_scale_gate_up_proj` for experts."""
     return f"qat_{packed_key(part, weight_name)}"
-
-
-def _rows(scale: Tensor, N: int) -> Tensor:
-    """[..., N | 1 | ceil(N / 128), G] -> [..., N, G]."""
-    if scale.shape[-2] == N:
-        return scale
-    if scale.shape[-2] == 1:
-        return scale.expand(*scale.shape[:-2], N, scale.shape[-1])
-    return scale.repeat_interleave(BLOCK_SIZE, -2)[..., :N, :]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_quant.kernels.codes import BLOCK_SIZE, PACK, CodeSpec
+from hf_quant.kernels.codes import PACK, CodeSpec, expand_rows
 from hf_quant.kernels.cpu.scratch import scratch
 from hf_quant.kernels.weight import Weight
 
@@ -168,13 +168,6 @@ def scale_values(scale: Tensor, global_scale: Tensor | None) -> Tensor:
     elif scale.dtype not in (torch.bfloat16, torch.float32):
         scale = scale.float()
     return scale if global_scale is None else scale.float() * global_scale
-
-
-def expand_rows(scale: Tensor, N: int) -> Tensor:
-    """Scales or zero points [N | 1 | ceil(N/128), G] -> [N, G]."""
-    if scale.shape[0] == N:
-        return scale
-    return scale.expand(N, -1) if scale.shape[0] == 1 else scale.repeat_interleave(BLOCK_SIZE, 0)[:N]
 
 
 def column_scaler(out: Tensor, factor: Tensor, group_size: int, op=Tensor.mul_) -> Callable[[int], object]:

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from hf_quant.kernels.codes import CodeSpec
-from hf_quant.kernels.cpu.decode import code_bytes, expand_rows, mapped_codes, scale_values, weight_block
+from hf_quant.kernels.codes import CodeSpec, expand_rows
+from hf_quant.kernels.cpu.decode import code_bytes, mapped_codes, scale_values, weight_block
 from hf_quant.kernels.weight import Weight
 
 

@@ -19,11 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_quant.kernels import native, prepack
-from hf_quant.kernels.codes import CODES, PACK
+from hf_quant.kernels.codes import CODES, PACK, expand_rows
 from hf_quant.kernels.cpu.decode import (
     Block,
     doubled_block,
-    expand_rows,
     exponent_block,
     half_block,
     is_table_decoded,

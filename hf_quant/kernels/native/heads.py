@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from hf_quant.kernels import prepack
-from hf_quant.kernels.codes import BLOCK_SIZE
+from hf_quant.kernels.codes import expand_rows
 from hf_quant.kernels.native.arguments import DTYPES, UNIT, layout_arguments
 from hf_quant.kernels.native.extension import module
 from hf_quant.kernels.weight import Weight
@@ -74,7 +74,7 @@ class HeadRows:
 
 def _factors(w: Weight) -> tuple[Tensor, Tensor | None]:
     """(scales of one or of all rows, what is added to a level times its scale)."""
-    scale = w.scale if len(w.scale) in (1, w.N) else w.scale.repeat_interleave(BLOCK_SIZE, 0)[: w.N]
+    scale = w.scale if len(w.scale) in (1, w.N) else expand_rows(w.scale, w.N)
     if w.zero_point is None:
         return scale, None
     scale = scale.float()  # value = (code - zero point) * scale

@@ -42,7 +42,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_quant.kernels.codes import BLOCK_SIZE
+from hf_quant.kernels.codes import expand_rows
 from hf_quant.kernels.dispatch import Path, Problem, direct, implements
 from hf_quant.kernels.gpu.counters import tile_counters
 from hf_quant.kernels.gpu.decode import scale_rows
@@ -300,9 +300,7 @@ def _dense_product(
     """`scaled_product` by the vendor's GEMM on the codes, which are exact in bf16 (sums are fp32)."""
     # A sum of codes can pass fp16's 65504, hence fp32 for fp16.
     dtype = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
-    if b_scale.shape[0] not in (1, b.shape[0]):
-        b_scale = b_scale.repeat_interleave(BLOCK_SIZE, 0)[: b.shape[0]]
-    y = (a.to(dtype) @ b.to(dtype).t()).float() * a_scale * b_scale.float().t()
+    y = (a.to(dtype) @ b.to(dtype).t()).float() * a_scale * expand_rows(b_scale, b.shape[0]).float().t()
     return (y if bias is None else y + bias.float()).to(out_dtype)
 
 

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from hf_quant.kernels import native
-from hf_quant.kernels.cpu.decode import Block, expand_rows, level_block, scale_values, weight_block
+from hf_quant.kernels.codes import expand_rows
+from hf_quant.kernels.cpu.decode import Block, level_block, scale_values, weight_block
 from hf_quant.kernels.cpu.product import NATIVE_PATH, PATHS, product
 from hf_quant.kernels.cpu.rows import as_rows
 from hf_quant.kernels.dispatch import Path, implements
