@@ -48,6 +48,7 @@ from hf_quant.kernels.rowwise.gpu_values import _deviation, _normed, _rotated, _
 from hf_quant.kernels.rowwise.op import PHILOX_ROUNDS
 
 
+_FLOATING = (torch.bfloat16, torch.float16, torch.float32)
 _ANY = 2**31 - 1
 # (for M up to, for K up to, rows of a block, values of a row taken at once, warps). Few rows: many warps for each, as
 # its latency counts; many rows: few, so that one block waits for memory while others compute.
@@ -219,29 +220,28 @@ def _quantize_rowwise_kernel(
     tl.store(scales + row, scale, mask=row < M)
 
 
-def _supports(problem: Problem) -> str | None:
+def supports(problem: Problem) -> str | None:
+    """The reason why no kernel of rows computes a problem, None if one does."""
     reason = unavailable_reason("cuda")
-    if reason is None and problem.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    if reason is None and problem.dtype not in _FLOATING:
         reason = f"no kernel for {problem.dtype}"
     return reason
 
 
-PATHS = (Path("one pass over the rows", "any M", _supports),)
+PATHS = (Path("one pass over the rows", "any M", supports),)
 
 
-def _serves(x: Tensor, *others: Tensor | None) -> bool:
-    """True if the kernel computes these; otherwise the reference does, in torch ops on the same device."""
-    floating = (torch.bfloat16, torch.float16, torch.float32)
-    return (
-        unavailable_reason(x.device) is None
-        and x.numel() > 0
-        and all(part is None or part.dtype in floating for part in (x, *others))
-    )
+def serves(x: Tensor, *others: Tensor | None) -> bool:
+    """True if the kernels compute these; otherwise the reference does, in torch ops on the same device."""
+    if unavailable_reason(x.device) is not None or x.numel() == 0 or x.dtype not in _FLOATING:
+        return False
+    return all([part is None or part.dtype in _FLOATING for part in others])
 
 
-def _rows(x: Tensor) -> Tensor:
+def dense_rows(x: Tensor) -> Tensor:
     """x [..., K] -> [M, K] whose last dimension is dense; a copy only if there is no such view."""
-    x = x.reshape(-1, x.shape[-1])
+    if x.dim() != 2:
+        x = x.reshape(-1, x.shape[-1])
     return x if x.stride(1) == 1 else x.contiguous()
 
 
@@ -272,12 +272,12 @@ def _launch(
 ) -> tuple[Tensor, Tensor]:
     """Run the kernel on x [..., K] with at least one element."""
     target = target_of(x.device)
-    rows, K = _rows(x), x.shape[-1]
+    rows, K = dense_rows(x), x.shape[-1]
     M = rows.shape[0]
     codes = torch.empty(x.shape, dtype=torch.int8 if format == "int8" else torch.uint8, device=x.device)
     scale = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
-    up = None if up is None else _rows(up)
-    mod_scale, mod_shift = (None if part is None else _rows(part) for part in (mod_scale, mod_shift))
+    up = None if up is None else dense_rows(up)
+    mod_scale, mod_shift = (None if part is None else dense_rows(part) for part in (mod_scale, mod_shift))
     modulation = mod_scale if mod_scale is not None else mod_shift
     num_mods = 1 if modulation is None else modulation.shape[0]
     rows_per_mod = M // num_mods
@@ -329,7 +329,7 @@ def quantize_rowwise_gpu(x: Tensor, seed: Tensor | None = None, *, format: str) 
     """Compute `quantize_rowwise_reference`, bit for bit in rows without NaN or inf."""
     row_max(format)
     op.check_seed(x, seed)
-    if not _serves(x):
+    if not serves(x):
         return op.quantize_rowwise_reference(x, seed, format=format)
     return _launch(x, format, seed=seed)
 
@@ -342,7 +342,7 @@ def quantize_static_gpu(
     """Compute `quantize_static_reference`, without a transform bit for bit."""
     row_max(format)
     op.check_static(x, input_scale, input_diagonal)
-    if not _serves(x):
+    if not serves(x):
         return op.quantize_static_reference(x, input_scale, input_diagonal, format=format)
     return _launch(x, format, diagonal=input_diagonal, input_scale=input_scale)
 
@@ -355,7 +355,7 @@ def rms_norm_quantize_rowwise_gpu(
     """Compute `rms_norm_quantize_rowwise_reference`; sums in another order."""
     row_max(format)
     op.check_vector("weight", weight, x.shape[-1], input_diagonal)
-    if not _serves(x, weight):
+    if not serves(x, weight):
         return op.rms_norm_quantize_rowwise_reference(x, weight, input_diagonal, eps=eps, format=format)
     return _launch(x, format, "rms_norm", weight=weight, diagonal=input_diagonal, eps=eps)
 
@@ -376,7 +376,7 @@ def layer_norm_quantize_rowwise_gpu(
     """Compute `layer_norm_quantize_rowwise_reference`; sums in another order."""
     row_max(format)
     op.check_layer_norm(x, weight, bias, mod_scale, mod_shift, input_diagonal)
-    if not _serves(x, weight, bias, mod_scale, mod_shift):
+    if not serves(x, weight, bias, mod_scale, mod_shift):
         parts = (x, weight, bias, mod_scale, mod_shift, input_diagonal)
         return op.layer_norm_quantize_rowwise_reference(*parts, eps=eps, format=format)
     return _launch(
@@ -400,6 +400,6 @@ def act_quantize_rowwise_gpu(
     """Compute `act_quantize_rowwise_reference`; the activation to about 1e-6 of the row's largest value."""
     row_max(format)
     op.check_act(x, up, act, input_diagonal)
-    if not _serves(x, up):
+    if not serves(x, up):
         return op.act_quantize_rowwise_reference(x, up, input_diagonal, act=act, format=format)
     return _launch(x, format, act, up=up, diagonal=input_diagonal)

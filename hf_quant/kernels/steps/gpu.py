@@ -11,39 +11,15 @@ for sm90: 16 to 95 registers, no spills, loads and stores of 16 bytes.
 import torch
 from torch import Tensor
 
-from hf_quant.kernels.dispatch import Path, Problem, implements
-from hf_quant.kernels.gpu.launch import Target, cached_plan, launch, target_of, triton, unavailable_reason
-from hf_quant.kernels.rowwise.gpu import config
+from hf_quant.kernels.dispatch import Path, implements
+from hf_quant.kernels.gpu.launch import Target, cached_plan, launch, target_of, triton
+from hf_quant.kernels.rowwise.gpu import config, dense_rows, serves, supports
 from hf_quant.kernels.steps import op
 from hf_quant.kernels.steps.gpu_kernels import _gate_kernel, _rms_norm_kernel, _rotary_kernel
 
 
 _LANE = 8  # values: 16 bytes of a 16-bit dtype
-_FLOATING = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def _supports(problem: Problem) -> str | None:
-    reason = unavailable_reason("cuda")
-    if reason is None and problem.dtype not in _FLOATING:
-        reason = f"no kernel for {problem.dtype}"
-    return reason
-
-
-PATHS = (Path("one launch", "any M", _supports),)
-
-
-def _serves(x: Tensor, *others: Tensor | None) -> bool:
-    """True if the kernels compute these; otherwise the reference does, in torch ops on the same device."""
-    if unavailable_reason(x.device) is not None or x.numel() == 0 or x.dtype not in _FLOATING:
-        return False
-    return all([part is None or part.dtype in _FLOATING for part in others])
-
-
-def _rows(x: Tensor) -> Tensor:
-    """x [..., K] -> [M, K] whose last dimension is dense; a copy only if there is no such view."""
-    if x.dim() != 2:
-        x = x.reshape(-1, x.shape[-1])
-    return x if x.stride(1) == 1 else x.contiguous()
+PATHS = (Path("one launch", "any M", supports),)
 
 
 @cached_plan
@@ -80,9 +56,9 @@ def _norm(
     rounds: bool,
 ) -> Tensor:
     """Run the kernel on x [..., K] with at least one element."""
-    rows, y = _rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows, y = dense_rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     M, K = rows.shape
-    more = None if more is None else _rows(more)
+    more = None if more is None else dense_rows(more)
     blocks, options = _norm_plan(target_of(x.device), M, K, plus_one, rounds)
     launch(
         _rms_norm_kernel,
@@ -107,7 +83,7 @@ def _norm(
 def rms_norm_gpu(x: Tensor, weight: Tensor | None, *, eps: float, plus_one: bool, rounds: bool) -> Tensor:
     """Compute `rms_norm_reference`; sums in another order."""
     op.check_weight("weight", weight, x.shape[-1])
-    if not _serves(x, weight):
+    if not serves(x, weight):
         return op.rms_norm_reference(x, weight, eps=eps, plus_one=plus_one, rounds=rounds)
     return _norm(x, None, weight, None, eps, plus_one, rounds)
 
@@ -120,7 +96,7 @@ def add_rms_norm_gpu(
     """Compute `add_rms_norm_reference`; the sum bit for bit."""
     op.check_sum(x, more)
     op.check_weight("weight", weight, x.shape[-1])
-    if not _serves(x, weight):
+    if not serves(x, weight):
         return op.add_rms_norm_reference(x, more, weight, eps=eps, plus_one=plus_one, rounds=rounds)
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return total, _norm(x, more, weight, total, eps, plus_one, rounds)
@@ -139,10 +115,10 @@ def _gate_options(target: Target, K: int, act: str) -> dict[str, object]:
 def gate_gpu(x: Tensor, up: Tensor | None, *, act: str) -> Tensor:
     """Compute `gate_reference`; the activation to about 1e-6."""
     op.check_gate(x, up, act)
-    if not _serves(x, up):
+    if not serves(x, up):
         return op.gate_reference(x, up, act=act)
-    rows, y = _rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    up = None if up is None else _rows(up)
+    rows, y = dense_rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    up = None if up is None else dense_rows(up)
     M, K = rows.shape
     options = _gate_options(target_of(x.device), K, act)
     blocks = -(-K // options["BLOCK"])
@@ -200,7 +176,7 @@ def rotary_gpu(
 ) -> tuple[Tensor, Tensor]:
     """Compute `rotary_reference`; the sums of norms in another order."""
     op.check_rotary(q, k, cos, sin, q_weight, k_weight, pairs)
-    if not _serves(q, cos, sin, q_weight, k_weight) or k.numel() == 0:
+    if not serves(q, cos, sin, q_weight, k_weight) or k.numel() == 0:
         norm = {"eps": eps, "plus_one": plus_one, "norm_rounds": norm_rounds}
         return op.rotary_reference(q, k, cos, sin, q_weight, k_weight, pairs=pairs, rounds=rounds, **norm)
     q_rows, k_rows = _heads(q), _heads(k)
