@@ -332,9 +332,8 @@ def fuse_as_configured_(model: nn.Module, fuse_projections: bool | None) -> None
     share_inputs_(model)
     if fuse_projections is False or (fuse_projections is None and model.training):
         return
-    num_groups, reasons = fuse_where_possible(model, only_on=None if fuse_projections else ("cuda", "xpu"))
+    num_groups, why = fuse_where_possible(model, only_on=None if fuse_projections else ("cuda", "xpu"))
     if fuse_projections and not num_groups:
-        why = "; ".join(reasons) or "no two of its quantized linear layers read the same tensor"
         logger.warning("fuse_projections is True, but %s has nothing to fuse: %s", type(model).__name__, why)
 
 

@@ -96,7 +96,7 @@ def test_loading_onto_a_gpu_fuses_by_itself(asset, monkeypatch):
 
     def fuse(model, *, only_on):
         asked.append((only_on, model.training, sum(isinstance(m, QuantizedModule) for m in model.modules())))
-        return 0, []
+        return 0, ""
 
     monkeypatch.setattr("hf_quant.quantize.fuse_where_possible", fuse)
     layers = load(asset, QuantizerConfig("int4")).config.num_hidden_layers

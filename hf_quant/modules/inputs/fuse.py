@@ -55,15 +55,14 @@ def fuse_projections_(model: _Model) -> _Model:
     Raises ValueError, with the reasons, if no layers can be fused.
     """
     check_model(model)
-    num_groups, reasons = fuse_where_possible(model)
+    num_groups, why = fuse_where_possible(model)
     if not num_groups:
-        why = "; ".join(reasons) or "no two of its quantized linear layers read the same tensor"
         raise ValueError(f"nothing to fuse in this {type(model).__name__}: {why}")
     return model
 
 
-def fuse_where_possible(model: nn.Module, *, only_on: Sequence[str] | None = None) -> tuple[int, list[str]]:
-    """`fuse_projections_` without the error: (groups that share a product now, why others do not).
+def fuse_where_possible(model: nn.Module, *, only_on: Sequence[str] | None = None) -> tuple[int, str]:
+    """`fuse_projections_` without the error: (groups that share a product now, why no others do).
 
     `only_on` are the types of the devices, e.g. "cuda", on which layers are fused; None: all.
     """
@@ -85,7 +84,7 @@ def fuse_where_possible(model: nn.Module, *, only_on: Sequence[str] | None = Non
         if not _are_fused(modules):
             _separate(modules)
             FusedProjections(tuple(_leaf(name) for name in names), is_proven).join_(modules)
-    return num_groups, sorted(reasons)
+    return num_groups, "; ".join(sorted(reasons)) or "no two of its quantized linear layers read the same tensor"
 
 
 def share_inputs_(model: nn.Module) -> None:

@@ -815,7 +815,7 @@ def test_the_configuration_decides(caplog):
 
 def test_none_means_gpus_and_inference(monkeypatch):
     asked = []
-    monkeypatch.setattr("hf_quant.quantize.fuse_where_possible", lambda m, only_on: asked.append(only_on) or (0, []))
+    monkeypatch.setattr("hf_quant.quantize.fuse_where_possible", lambda m, only_on: asked.append(only_on) or (0, ""))
     model = nn.Linear(4, 4).eval()
     for setting in (None, True, False):
         fuse_as_configured_(model, setting)
