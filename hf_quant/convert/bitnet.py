@@ -43,10 +43,10 @@ def read_bitnet(files: TensorFiles, fields: dict[str, Any], host: Empty) -> Fore
         raise ValueError("its layers normalize their inputs (use_rms_norm), which those of hf_quant do not")
     if mode == "online":
         weights = [_rounded(files, module) for module in _linear_layers(files, fields, host)]
-    else:
-        modules = modules_with(files, "weight_scale")
-        weights = [_packed(files, module, divides=_CLASSES[kind]) for module in modules]
-    return Foreign(weights, set(), [])
+        notes = ["weights are stored as the library rounds them in each call: further training needs the original"]
+        return Foreign(weights, set(), notes)
+    modules = modules_with(files, "weight_scale")
+    return Foreign([_packed(files, module, divides=_CLASSES[kind]) for module in modules], set(), [])
 
 
 def _linear_layers(files: TensorFiles, fields: dict[str, Any], host: Empty) -> Iterator[str]:
