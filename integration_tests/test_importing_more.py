@@ -262,7 +262,9 @@ def test_layers_that_bitnet_leaves(llama, tmp_path):
             {},
             "linear_class is 'bitlinear' and its quantization_mode 'online'",
         ),
-        ({**BITNET, "linear_class": "tri"}, {}, "linear_class is 'tri'"),
+        ({**BITNET, "linear_class": ["tri"]}, {}, "linear_class is .*tri"),
+        ({**ONLINE, "modules_to_not_convert": 3}, {}, "modules_to_not_convert is 3; needs a list of names"),
+        ({**ONLINE, "modules_to_not_convert": ["a("]}, {}, "'re:a.' is not a regular expression"),
         (OFFLINE, {f"{UP}.weight": torch.full((64, 128), 3, dtype=torch.uint8)}, "codes of 3"),
         (OFFLINE, {f"{UP}.weight_scale": None}, "up_proj.weight as .*, but no scale for it"),
         (OFFLINE, {f"{UP}.weight_scale": torch.ones(3)}, "weight_scale is .3. float32; needs"),
@@ -271,7 +273,7 @@ def test_layers_that_bitnet_leaves(llama, tmp_path):
     ],
 )
 def test_bitnet_that_cannot_be(own, changes, message, llama, tmp_path):
-    packer = packed.bitnet_online if own is ONLINE else packed.bitnet
+    packer = packed.bitnet_online if own.get("quantization_mode") == "online" else packed.bitnet
     packed.packed_checkpoint(tmp_path / "in", llama, own, packer)
     edit(tmp_path / "in", changes)
     found = refused(tmp_path / "in", tmp_path / "out")

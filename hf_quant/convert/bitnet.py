@@ -22,6 +22,7 @@ from hf_quant.convert.foreign import Foreign, ForeignWeight
 from hf_quant.convert.hosts import Empty
 from hf_quant.convert.layers import FLOATS, modules_with, tensor_info, without_zero_scales
 from hf_quant.formats import FORMATS
+from hf_quant.patterns import check_expressions, compile_pattern
 from hf_quant.scheme import LinearScheme, TensorQuant
 
 
@@ -33,7 +34,7 @@ _CLASSES = {"bitlinear": True, "autobitlinear": False}  # whether products are d
 
 def read_bitnet(files: TensorFiles, fields: dict[str, Any], host: Empty) -> Foreign:
     """Read the weights of a BitNet checkpoint. Raises ValueError with the reason if one is unsupported."""
-    kind, mode = fields.get("linear_class", "bitlinear"), fields.get("quantization_mode", "offline")
+    kind, mode = str(fields.get("linear_class", "bitlinear")), str(fields.get("quantization_mode", "offline"))
     if kind not in _CLASSES or mode not in ("offline", "online") or (mode == "online" and _CLASSES[kind]):
         raise ValueError(
             f"its linear_class is {shorten(repr(kind))} and its quantization_mode {shorten(repr(mode))}; can be "
@@ -51,7 +52,7 @@ def read_bitnet(files: TensorFiles, fields: dict[str, Any], host: Empty) -> Fore
 
 def _linear_layers(files: TensorFiles, fields: dict[str, Any], host: Empty) -> Iterator[str]:
     """Yield the names in the checkpoint of the layers that the library rounds."""
-    excluded, output = fields.get("modules_to_not_convert"), host.model.get_output_embeddings()
+    excluded, output = _expressions(fields.get("modules_to_not_convert")), host.model.get_output_embeddings()
     for key in files.tensors:
         module, _, leaf = key.rpartition(".")
         name = host.rename(key).rpartition(".")[0]
@@ -62,6 +63,19 @@ def _linear_layers(files: TensorFiles, fields: dict[str, Any], host: Empty) -> I
         if leaf == "weight" and isinstance(layer, nn.Linear) and layer is not output:
             if should_convert_module(name, excluded):
                 yield module
+
+
+def _expressions(excluded: Any) -> list[str] | None:
+    """Return what the library takes for names and expressions of layers that it leaves. Raises ValueError."""
+    if excluded is None:
+        return None
+    if not isinstance(excluded, list) or not all(isinstance(name, str) for name in excluded):
+        raise ValueError(f"its modules_to_not_convert is {shorten(repr(excluded))}; needs a list of names")
+    expressions = [f"re:{name}" for name in excluded]
+    check_expressions(expressions)
+    for expression in expressions:
+        compile_pattern(expression)
+    return excluded
 
 
 def _weight(
