@@ -37,10 +37,11 @@ def _refuse_other(config: QuantizerConfig, requested: QuantizerConfig) -> None:
     else:
         is_other |= not all(_asks_for(scheme, config, requested) for scheme in rest)
     if is_other:
+        more = "; hf_quant.quantize_(model, config) adds it to a loaded model" if requested.weights is None else ""
         raise ValueError(
             f"the checkpoint is quantized already, by {config}: {', '.join(sorted({*map(str, stored.values())}))}; "
             f"the given {requested} cannot be applied to it. Leave quantization_config out, or quantize the "
-            "16-bit model"
+            f"16-bit model{more}"
         )
 
 
