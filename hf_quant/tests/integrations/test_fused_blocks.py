@@ -260,6 +260,24 @@ class Noisy(nn.Module):
         return nn.functional.silu(x) + torch.rand(())
 
 
+def test_trials_wait_for_calls_of_their_own_kind():
+    """A kind of calls that is new is tried at once, however many trials others have had."""
+    made, state, module = [], base.State(), nn.Linear(2, 2)
+
+    def make(works: bool = True) -> SimpleNamespace:
+        made.append(works)
+        if not works:
+            raise base.Unproven("no")
+        return SimpleNamespace(watch=SimpleNamespace(holds=lambda: True))
+
+    for kind in range(20):
+        assert state.block(module, kind, make) is state.block(module, kind, make) is not None
+    assert len(made) == 20
+    found = [state.block(module, "other", lambda: make(works=False)) for _ in range(1 + 2 + 1 + 4 + 1 + 8 + 1)]
+    assert set(found) == {None} and made[20:] == [False] * 4  # with 2, 4 and 8 calls between them
+    assert state.reason == "no" and state.block(module, 0, make) is not None and state.reason is None
+
+
 def test_trials_draw_none_of_the_random_numbers_of_a_user():
     mlp, x = make().model.layers[0].mlp, torch.ones(1, 1, 128)
     mlp.act_fn = Noisy()

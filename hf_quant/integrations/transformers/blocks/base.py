@@ -136,13 +136,14 @@ class Recorder(nn.Module):
 class State:
     """The blocks of one module, by dtype or by what else its calls differ in; its copies and pickles begin without.
 
-    After a trial that failed the next one waits for ever more calls: a host that swaps parameters call by call
-    (offloading) is left alone, and a module whose hooks or adapter are gone gets its block back.
+    After a trial the next one for calls of the same kind waits for ever more of them: a host that swaps parameters
+    call by call (offloading) is left alone, and a module whose hooks or adapter are gone gets its block back.
     """
 
     def __init__(self) -> None:
         self.found: dict[Hashable, Any] = {}
-        self.trials = self.waits = 0
+        self.trials = 0
+        self._turns: dict[Hashable, tuple[int, int]] = {}  # trials for calls of a kind, and calls until the next one
         self.reason: str | None = None  # why there is none
         self._prompts: State | None = None
 
@@ -169,10 +170,12 @@ class State:
         found = self.held(key)
         if found is not None:
             return found
-        if self.waits:
-            self.waits -= 1
+        trials, waits = self._turns.get(key, (0, 0))
+        if waits:
+            self._turns[key] = trials, waits - 1
             return None
         self.trials += 1
+        trials, waits = trials + 1, 2 ** min(trials + 1, _MOST_WAITS)
         try:
             parts = _Parts(module)
             with torch.inference_mode(False), torch.no_grad(), _random_numbers_kept(module):
@@ -180,10 +183,10 @@ class State:
             if not found.watch.holds() or _Parts(module).places != parts.places:
                 raise Unproven("its parts were replaced during its trial")
         except Exception as error:  # noqa: BLE001  (a host's own code runs in the trial)
-            self.reason, self.waits = str(error) or type(error).__name__, 2 ** min(self.trials, _MOST_WAITS)
+            self.reason, self._turns[key] = str(error) or type(error).__name__, (trials, waits)
             logger.debug("%s is computed as by its host: %s", type(module).__name__, self.reason)
             return None
-        self.reason, self.found[key], self.waits = None, found, 2 ** min(self.trials, _MOST_WAITS) - 2
+        self.reason, self.found[key], self._turns[key] = None, found, (trials, waits - 2)
         return found
 
 
