@@ -206,7 +206,7 @@ Product draw(Random& random, bool has_bf16) {
                            : 1 + random.below(700);
   } while (p.M * p.N * p.K > 6000000);
   p.layout = random.of<int>({PACKED2, PACKED3, PACKED4, PACKED4, PACKED6, BYTES_INT, BYTES_FLOAT});
-  const bool integer = (p.layout == PACKED4 || p.layout == BYTES_INT) && random.one_in(2);
+  const bool integer = (p.layout == PACKED2 || p.layout == PACKED4 || p.layout == BYTES_INT) && random.one_in(2);
   p.x_dtype = integer && random.one_in(3) ? INT8 : random.of<int>({F32, BF16, BF16, F16});
   p.compute = integer ? BY_INT8 : p.x_dtype == BF16 && has_bf16 ? BY_BF16 : BY_F32;
   p.y_dtype = random.of<int>({F32, BF16, F16});
