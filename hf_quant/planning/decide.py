@@ -75,14 +75,14 @@ def plan(
     config = as_config(config)
     if config.is_auto:
         raise ValueError("weights is 'auto': the schemes are chosen by running the model, see hf_quant.auto_plan")
-    quantized = next((n for n, m in model.named_modules() if isinstance(m, QuantizedModule)), None)
-    if quantized is not None and (config.weights is not None or config.quantizes_no_weights):
+    quantized = [name for name, module in model.named_modules() if isinstance(module, QuantizedModule)]
+    if quantized and (config.weights is not None or config.quantizes_no_weights):
         raise ValueError(
-            f"the model is quantized already ({quantized or 'it'} is); dequantize_ it first, or name modules that are "
+            f"the model is quantized already ({quantized[0] or 'it'} is); dequantize_ it first, or name modules that are "
             "left in 16 bit: QuantizerConfig(None, modules={...})"
         )
     candidates = dict(_candidates(model))
-    _check_patterns(config, candidates)
+    _check_patterns(config, candidates, quantized)
     decider = _Decider(model, config, candidates, dtype)
     entries = [decider.entry(name) for name in candidates]
     attention = decider.attention()
@@ -393,10 +393,11 @@ def _fp32_patterns(model: nn.Module, dtype: torch.dtype | None) -> list[str]:
     return strict + (loose if dtype == torch.float16 or not hasattr(model, "_keep_in_fp32_modules_strict") else [])
 
 
-def _check_patterns(config: QuantizerConfig, candidates: dict[str, Any]) -> None:
+def _check_patterns(config: QuantizerConfig, candidates: dict[str, Any], quantized: list[str]) -> None:
     for pattern in config.modules:
         if not any(pattern == name or matches(pattern, name) for name in candidates):
-            hint = _hint(pattern, candidates)
+            known = next((name for name in quantized if pattern == name or matches(pattern, name)), None)
+            hint = _hint(pattern, candidates) if known is None else f"{known} is quantized already"
             raise ValueError(f"modules[{pattern!r}] matches no module that can be quantized; {hint}")
     # Only a warning, because a pipeline applies one list to several models, and each has some of the names.
     for pattern in config.modules_to_not_convert or ():

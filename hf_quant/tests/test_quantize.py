@@ -178,7 +178,7 @@ def test_what_is_left_of_a_quantized_model(tmp_path):
     fields = {"vocab_size": 96, "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(**fields, num_hidden_layers=2, tie_word_embeddings=False)).eval()
     quantize_(model, QuantizerConfig("int4", kv_cache="int8", modules={"lm_head": None, "*.1.*.down_proj": None}))
-    with pytest.raises(ValueError, match="matches no module that can be quantized"):
+    with pytest.raises(ValueError, match="matches no module that can be quantized; .*q_proj is quantized already"):
         quantize_(model, QuantizerConfig(None, modules={"model.layers.0.self_attn.q_proj": "int8"}))
     with pytest.raises(ValueError, match="is quantized already .*, or name modules that are left in 16 bit"):
         quantize_(model, "int8")
