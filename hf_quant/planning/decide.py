@@ -78,8 +78,8 @@ def plan(
     quantized = [name for name, module in model.named_modules() if isinstance(module, QuantizedModule)]
     if quantized and (config.weights is not None or config.quantizes_no_weights):
         raise ValueError(
-            f"the model is quantized already ({quantized[0] or 'it'} is); dequantize_ it first, or name modules that are "
-            "left in 16 bit: QuantizerConfig(None, modules={...})"
+            f"the model is quantized already ({quantized[0] or 'it'} is); dequantize_ it first, or name modules that "
+            "are left in 16 bit: QuantizerConfig(None, modules={...})"
         )
     candidates = dict(_candidates(model))
     _check_patterns(config, candidates, quantized)
