@@ -52,7 +52,8 @@ def read_bitnet(files: TensorFiles, fields: dict[str, Any], host: Empty) -> Fore
 
 def _linear_layers(files: TensorFiles, fields: dict[str, Any], host: Empty) -> Iterator[str]:
     """Yield the names in the checkpoint of the layers that the library rounds."""
-    excluded, output = _expressions(fields.get("modules_to_not_convert")), host.model.get_output_embeddings()
+    excluded = _expressions(fields.get("modules_to_not_convert"))
+    output = getattr(host.model, "get_output_embeddings", lambda: None)()  # a model of diffusers has none
     for key in files.tensors:
         module, _, leaf = key.rpartition(".")
         name = host.rename(key).rpartition(".")[0]
