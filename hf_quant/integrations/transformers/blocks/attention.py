@@ -407,7 +407,7 @@ class AttentionBlock:
     def output_of(self, y: Tensor, *gate: Tensor) -> Tensor:
         """The output [B, S, K] of the result of the attention, and the gate if there is one."""
         y = y * gate[0].view_as(y).sigmoid() if gate else y
-        return self.layers[-1](y if self.last_norm is None else self.last_norm(y))
+        return self.layers[-1](y if self.last_norm is None else self.last_norm(y.to(self.dtype).contiguous()))
 
     def attended(self, module: nn.Module, projected: Sequence[Tensor], mask: Any, past: Any) -> Tensor:
         """The result [B, S, heads, D] of the attention of what `projected` gives, which a cache takes if any."""
