@@ -54,9 +54,9 @@ def make(kind: str = "deepseek_v3", dtype: torch.dtype = torch.float32, dense: i
     return quantize_(model, {"weights": "int4", "modules_to_not_convert": ["lm_head"], **options})
 
 
-def forced(model: PreTrainedModel, cache=None) -> torch.Tensor:
+def forced(model: PreTrainedModel, cache=None, seed: int = 1) -> torch.Tensor:
     """Logits of a prompt with padding and of the tokens that follow it, one at a time and several."""
-    ids, mask = torch.randint(3, 96, (2, 16), generator=torch.Generator().manual_seed(1)), torch.ones(2, 16)
+    ids, mask = torch.randint(3, 96, (2, 16), generator=torch.Generator().manual_seed(seed)), torch.ones(2, 16)
     mask[0, :4], found = 0, []
     cache = DynamicCache(config=model.config) if cache is None else cache
     with torch.no_grad():
