@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hf_quant.planning import PLAN_HEADER, QuantPlan, add_mark, kernel_letters, plan_losses, plan_rows, plan_totals
+from hf_quant.planning import PLAN_HEADER, QuantPlan, add_mark, plan_losses, plan_rows, plan_totals
 
 
 _NUMBERS = ("count", "bits", "MB")
@@ -34,8 +34,9 @@ def _table(plan: QuantPlan) -> tuple[Table, dict[str, str]]:
     for name in ("modules", "count", "shape", "scheme", "bits", "MB", *losses, "notes"):
         is_number = name in _NUMBERS
         table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
+    kernels: dict[str, str] = {}
     reasons: dict[str, str] = {}
-    for row, loss in zip(plan_rows(plan), plan_losses(plan)):
+    for row, loss in zip(plan_rows(plan, kernels), plan_losses(plan)):
         cells = dict(zip(PLAN_HEADER, row))
         marks = [cells["kernels"]] if cells["kernels"] else []
         if cells["reason"]:
@@ -44,4 +45,4 @@ def _table(plan: QuantPlan) -> tuple[Table, dict[str, str]]:
         size = after if before == after else f"{before} -> {after}"
         values = [*(cells[name] for name in ("modules", "count", "shape", "scheme", "bits")), size]
         table.add_row(*map(Text, [*values, *([loss] if losses else []), " ".join(marks)]))
-    return table, {mark: text for notes in (kernel_letters(plan), reasons) for text, mark in notes.items()}
+    return table, {mark: text for notes in (kernels, reasons) for text, mark in notes.items()}

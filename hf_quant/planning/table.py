@@ -15,17 +15,20 @@ _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 def table(plan: "QuantPlan") -> str:
     """Format a plan as text: one line for each group of modules that are alike, then their kernels, and totals."""
-    rows = [PLAN_HEADER, *plan_rows(plan)]
+    letters: dict[str, str] = {}
+    rows = [PLAN_HEADER, *plan_rows(plan, letters)]
     if plan.scores:
         rows = [(*row[:7], score, *row[7:]) for row, score in zip(rows, ["loss", *plan_losses(plan)])]
-    notes = [f"{letter}  {text}" for text, letter in kernel_letters(plan).items()]
+    notes = [f"{letter}  {text}" for text, letter in letters.items()]
     return "\n".join([format_table(rows), *notes, plan_totals(plan)])
 
 
-def plan_rows(plan: "QuantPlan") -> list[tuple[str, ...]]:
-    """Return the cells under PLAN_HEADER, one row for each group of modules that are alike."""
+def plan_rows(plan: "QuantPlan", letters: dict[str, str]) -> list[tuple[str, ...]]:
+    """Return the cells under PLAN_HEADER, one row for each group of modules that are alike.
+
+    `letters`: {text on the kernels of each device: the letter that stands for it in the rows}, to be filled.
+    """
     rows: list[tuple[str, ...]] = []
-    letters = kernel_letters(plan)
     for (template, shapes, scheme, reason, _), entries in _groups(plan).items():
         after, count = sum(e.bytes_after for e in entries), sum(e.num_weights for e in entries)
         shared = entries[0].shared_with
@@ -38,20 +41,11 @@ def plan_rows(plan: "QuantPlan") -> list[tuple[str, ...]]:
                 f"{8 * after / count:.2f}" if count else "shared",
                 f"{sum(e.bytes_before for e in entries) / 1e6:.2f}",
                 f"{after / 1e6:.2f}",
-                "" if scheme is None else letters[_kernels(entries[0])],
+                "" if scheme is None else add_mark(letters, _kernels(entries[0]), _LETTERS),
                 "; ".join(filter(None, (reason, shared and f"shares the codes of {shared}" if scheme else None))),
             )
         )
     return rows
-
-
-def kernel_letters(plan: "QuantPlan") -> dict[str, str]:
-    """Return {text on the kernels of each device: the letter that stands for it in the rows of the plan}."""
-    letters: dict[str, str] = {}
-    for entries in _groups(plan).values():
-        if entries[0].scheme is not None:
-            add_mark(letters, _kernels(entries[0]), _LETTERS)
-    return letters
 
 
 def _kernels(entry: "PlanEntry") -> str:
