@@ -1,5 +1,7 @@
 """Rows of activations on CPU: their shape, their largest magnitude, and factors on the rows of a product."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -58,13 +60,22 @@ def scaled(
     return total.to(dtype)
 
 
-def transform_rows(x: Tensor, block_size: int, diagonal: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """x [M, K], not fp64, times the diagonal and the Hadamard matrix of each block, in fp32 -> [M, K] in `dtype`."""
+def transform_rows(
+    x: Tensor,
+    block_size: int,
+    diagonal: Tensor | None,
+    dtype: torch.dtype,
+    by: Callable[[Tensor, int, Tensor | None], Tensor] = transform,
+) -> Tensor:
+    """x [M, K], not fp64, times the diagonal and the Hadamard matrix of each block, in fp32 -> [M, K] in `dtype`.
+
+    `by` computes rows in torch, where the native kernels do not.
+    """
     y = native.transform_rows(x, block_size, diagonal, dtype)
     if y is not None:
         return y
     y = torch.empty(x.shape, dtype=dtype)
     step = max(_BLOCK // 8 // max(x.shape[1], 1), 1)
     for start in range(0, x.shape[0], step):
-        y[start : start + step] = transform(x[start : start + step].float(), block_size, diagonal)
+        y[start : start + step] = by(x[start : start + step].float(), block_size, diagonal)
     return y

@@ -11,9 +11,7 @@ from hf_quant.kernels.cpu.rows import transform_rows
 from hf_quant.kernels.dispatch import implements
 from hf_quant.kernels.hadamard import op
 from hf_quant.kernels.rowwise.cpu import quantize_blocks
-
-
-_AT_ONCE = 2**16  # values that pass through all butterflies: they stay in the cache
+from hf_quant.kernels.sign_matrices import transform
 
 
 @implements(op.hadamard, "CPU")
@@ -26,15 +24,8 @@ def hadamard_cpu(x: Tensor, diagonal: Tensor | None = None, *, block_size: int |
     n = op.check(x, block_size, diagonal)
     if x.dtype == torch.float64:
         return op.hadamard_reference(x, diagonal, block_size=block_size)
-    rows = x.reshape(-1, x.shape[-1])
-    y = native.transform_rows(rows, n, diagonal, x.dtype)
-    if y is None and n & (n - 1) == 0:
-        y, step = torch.empty(rows.shape, dtype=x.dtype), max(_AT_ONCE // rows.shape[1], 1)
-        for start in range(0, len(rows), step):
-            y[start : start + step] = _butterflies(rows[start : start + step].float(), n, diagonal)
-    elif y is None:
-        y = transform_rows(rows, n, diagonal, x.dtype)
-    return y.view(x.shape)
+    by = transform if n & (n - 1) else _butterflies
+    return transform_rows(x.reshape(-1, x.shape[-1]), n, diagonal, x.dtype, by).view(x.shape)
 
 
 def _butterflies(x: Tensor, n: int, diagonal: Tensor | None) -> Tensor:

@@ -5,9 +5,10 @@ import torch
 from torch.library import opcheck
 
 from hf_quant.kernels import hadamard, hadamard_quantize_rowwise, native
+from hf_quant.kernels.cpu import rows as cpu_rows
 from hf_quant.kernels.dispatch import Problem, explain
 from hf_quant.kernels.gpu.launch import TARGETS, pretend, record_launches
-from hf_quant.kernels.hadamard import cpu, gpu
+from hf_quant.kernels.hadamard import gpu
 from hf_quant.kernels.hadamard.op import (
     differentiable_hadamard,
     hadamard_quantize_rowwise_reference,
@@ -77,7 +78,7 @@ def test_hadamard_is_its_definition(n):
 @pytest.mark.parametrize("n", [2, 32, 128, 1024])
 def test_torch_gives_the_bits_of_the_native_kernels(n, dtype, monkeypatch):
     """So weights in a rotated basis get the same codes with these kernels and without."""
-    monkeypatch.setattr(cpu, "_AT_ONCE", 4 * n)
+    monkeypatch.setattr(cpu_rows, "_BLOCK", 8 * 4 * n)
     x, diagonal = case(3, 5, 2 * n, dtype=dtype), case(2 * n, dtype=torch.float32)
     for given in (None, diagonal):
         y = hadamard(x, given, block_size=n)
