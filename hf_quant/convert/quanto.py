@@ -7,8 +7,8 @@ groups run on from row to row. Weights are (code - shift) * scale with integer s
 others.
 """
 
-from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from hf_quant.algorithms import PackedWeight
 from hf_quant.convert.files import TensorFiles
 from hf_quant.convert.foreign import Foreign, ForeignWeight
+from hf_quant.convert.hosts import Empty
 from hf_quant.convert.layers import FLOATS, groups_of, tensor_info, without_zero_scales
 from hf_quant.formats import FORMATS
 from hf_quant.scheme import LinearScheme, TensorQuant
@@ -25,15 +26,12 @@ _WHOLE = {torch.int8: "int8", torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2
 _INPUTS = (".input_scale", ".output_scale")
 
 
-def read_quanto(files: TensorFiles, shape_of: Callable[[str], tuple[int, ...] | None]) -> Foreign:
-    """Read the weights of an optimum-quanto checkpoint; `shape_of` gives the shape of a 16-bit weight by its name.
-
-    Raises ValueError with the reason if one is unsupported.
-    """
+def read_quanto(files: TensorFiles, fields: dict[str, Any], host: Empty) -> Foreign:
+    """Read the weights of an optimum-quanto checkpoint. Raises ValueError with the reason if one is unsupported."""
     weights: list[ForeignWeight] = []
     for key in files.tensors:
         if key.endswith(".weight._data._data"):
-            weights.append(_grouped(files, key.removesuffix("._data._data"), shape_of))
+            weights.append(_grouped(files, key.removesuffix("._data._data"), host))
         elif key.endswith(".weight._data"):
             weights.append(_whole(files, key.removesuffix("._data")))
     if not weights:
@@ -64,7 +62,7 @@ def _columns(shape: tuple[int, ...]) -> int:
     return torch.Size(shape[1:]).numel()
 
 
-def _grouped(files: TensorFiles, name: str, shape_of: Callable[[str], tuple[int, ...] | None]) -> ForeignWeight:
+def _grouped(files: TensorFiles, name: str, host: Empty) -> ForeignWeight:
     """A weight of 4 or 2 bits for each value."""
     module = name.removesuffix(".weight")
     keys = (f"{name}._data._data", f"{name}._scale", f"{name}._shift")
@@ -74,7 +72,7 @@ def _grouped(files: TensorFiles, name: str, shape_of: Callable[[str], tuple[int,
             f"{keys[2]} is {shift}: quanto takes it from the product of code and scale, which no grid of hf_quant "
             "does. Shifts that are integers (zeropoint=True) can be imported"
         )
-    shape = shape_of(name)
+    shape = host.shape_of(name)
     if shape is None or len(shape) < 2:
         raise ValueError(f"{module} is no layer of the model")
     N, K = shape[0], _columns(shape)

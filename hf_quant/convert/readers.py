@@ -43,16 +43,18 @@ READERS: dict[str, Reader] = {
     "modelopt": read_modelopt,
     "modelopt_fp4": read_modelopt,
 }
-QUANTO, BITNET = "quanto", "bitnet"
-METHODS = (*READERS, QUANTO, BITNET)
+# Of libraries whose tensors do not tell all: where a row of quanto's groups ends, which layers BitNet rounds.
+READERS_BY_HOST: dict[str, Callable[[TensorFiles, dict[str, Any], Empty], Foreign]] = {
+    "quanto": read_quanto,
+    "bitnet": read_bitnet,
+}
+METHODS = (*READERS, *READERS_BY_HOST)
 
 
 def read(method: str, files: TensorFiles, fields: dict[str, Any], host: Empty, dtype: torch.dtype | None) -> Foreign:
     """Read the weights of a checkpoint of `method`. Raises ValueError with the reason if one is unsupported."""
-    if method == QUANTO:  # its groups do not show where a row ends
-        return read_quanto(files, host.shape_of)
-    if method == BITNET:  # its numbers do not show which layers are rounded
-        return read_bitnet(files, fields, host)
+    if method in READERS_BY_HOST:
+        return READERS_BY_HOST[method](files, fields, host)
     return READERS[method](files, fields, dtype)
 
 
