@@ -132,8 +132,14 @@ def _input_transform(fields: dict[str, Any], is_default: bool) -> InputTransform
 def fields_of(scheme: LinearScheme) -> dict[str, Any]:
     """Return the scheme fields that `resolve_scheme` turns into this scheme for a weight of any dtype.
 
-    Raises ValueError if there are none, because this version has no such scheme.
+    No field asks for floating-point zero points, which only imported weights have: the fields are those of the same
+    codes without them. Raises ValueError if there are none, because this version has no such scheme.
     """
+    if scheme.weight.has_float_zeros:
+        format = FORMATS.get(scheme.weight.format)
+        if format is None or not format.spec.is_integer:
+            raise ValueError(f"this version has no scheme {scheme.to_dict()}")
+        scheme = replace(scheme, weight=replace(scheme.weight, symmetric=True, zero_point_dtype="uint8"))
     weight, activation, on_cpu = scheme.weight, scheme.activation, scheme.cpu_activation
     transform = scheme.input_transform
     fixed = any(f.name == weight.format and f.fixed_group_size for f in FORMATS.values())

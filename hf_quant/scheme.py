@@ -10,6 +10,8 @@ from typing import Any
 
 
 GRANULARITIES = ("tensor", "row", "group", "block")
+_FLOATS = ("float16", "bfloat16", "float32")
+ZERO_POINT_DTYPES = ("uint8", *_FLOATS)
 TRANSFORM_BLOCKS = (32, 64, 128, 256, 512, 1024)
 BLOCK_SIZE = 128  # the only block of "block" granularity: 128 x 128, as DeepSeek-V3 and vLLM store fp8
 
@@ -28,6 +30,8 @@ class TensorQuant:
             a power of two).
         dynamic: activations only: True computes a scale for each token at run time, False takes the calibrated scale
             that the layer stores; then `granularity` is "tensor".
+        zero_point_dtype: "uint8": a zero point z is a code, and a weight is (code - z) * scale. A floating-point
+            dtype: z is the value of code 0, and a weight is code * scale + z; only of rows or groups of integers.
     """
 
     format: str
@@ -36,6 +40,7 @@ class TensorQuant:
     symmetric: bool = True
     scale_dtype: str = "float32"
     dynamic: bool = True
+    zero_point_dtype: str = "uint8"
 
     def __post_init__(self) -> None:
         if self.granularity not in GRANULARITIES:
@@ -45,17 +50,35 @@ class TensorQuant:
                 f"granularity {self.granularity!r} with group_size {self.group_size}: "
                 'group_size is given with granularity "group" and only then'
             )
+        if self.zero_point_dtype not in ZERO_POINT_DTYPES:
+            raise ValueError(f"zero_point_dtype is {self.zero_point_dtype!r}; allowed: {', '.join(ZERO_POINT_DTYPES)}")
+        is_fit = not self.symmetric and self.granularity in ("row", "group") and self.scale_dtype in _FLOATS
+        if self.has_float_zeros and not is_fit:
+            raise ValueError(
+                f"zero_point_dtype {self.zero_point_dtype!r} with granularity {self.granularity!r}, "
+                f"symmetric={self.symmetric} and scale_dtype {self.scale_dtype!r}: it needs granularity 'row' or "
+                f"'group', symmetric=False, and scales in {', '.join(_FLOATS)}"
+            )
+
+    @property
+    def has_float_zeros(self) -> bool:
+        """True if the zero points are floating-point numbers: added to the products of codes and scales."""
+        return self.zero_point_dtype != "uint8"
 
     def columns_per_scale(self, K: int) -> int:
         """The number of consecutive values of a row of K that share a scale."""
         return BLOCK_SIZE if self.granularity == "block" else self.group_size or K
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        fields = asdict(self)
+        if not self.has_float_zeros:  # unknown to versions that wrote checkpoints without it
+            del fields["zero_point_dtype"]
+        return fields
 
     def __str__(self) -> str:
         extent = f"g{self.group_size}" if self.granularity == "group" else self.granularity
-        return f"{self.format} {extent}" + ("" if self.symmetric else " asym")
+        zero_points = " floating-point zero points" if self.has_float_zeros else "" if self.symmetric else " asym"
+        return f"{self.format} {extent}{zero_points}"
 
 
 @dataclass(frozen=True)
@@ -118,6 +141,9 @@ class LinearScheme:
         for name in ("cpu_activation", "input_transform"):  # unknown to versions that wrote checkpoints without it
             if fields[name] is None:
                 del fields[name]
+        for name in ("weight", "activation", "cpu_activation"):
+            if fields.get(name) is not None:
+                fields[name] = getattr(self, name).to_dict()
         return fields
 
     @classmethod

@@ -40,26 +40,26 @@ def test_every_value_of_a_type_arrives(kind, rows_at_a_time, monkeypatch):
     rows = random_rows(kind, N, K)
     rows = multiples(rows) if kind == "Q4_1" else rows
     rows[0, :100] = 0  # of most types: a scale of 0
-    packed = unpack(kind, torch.from_numpy(rows), K)
+    packed = unpack(TYPES[kind], torch.from_numpy(rows), K)
     expected = torch.from_numpy(values_of(kind, rows))
     found = decoded(packed, TYPES[kind].quant)
     assert torch.equal(found, expected) and expected.abs().max() > 0
     assert bool((packed.scale.float() != 0).all())
     other = rows.copy()
     other[1, TYPES[kind].nbytes // 2] ^= 0x31
-    assert not torch.equal(decoded(unpack(kind, torch.from_numpy(other), K), TYPES[kind].quant), expected)
+    assert not torch.equal(decoded(unpack(TYPES[kind], torch.from_numpy(other), K), TYPES[kind].quant), expected)
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "MXFP4", "Q6_K"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "MXFP4", "Q4_K", "Q5_K", "Q6_K"])
 def test_values_and_codes_come_back(kind):
     rows = random_rows(kind, N, K, 3)
     rows = multiples(rows) if kind == "Q4_1" else rows
     quant = TYPES[kind].quant
-    packed = unpack(kind, torch.from_numpy(rows), K)
+    packed = unpack(TYPES[kind], torch.from_numpy(rows), K)
     assert type_for(LinearScheme(quant), K) == kind
     back = pack(kind, packed, quant, K)
     assert back.shape == rows.shape and np.array_equal(values_of(kind, back.numpy()), values_of(kind, rows))
-    again = unpack(kind, back, K)
+    again = unpack(TYPES[kind], back, K)
     assert all(torch.equal(a, b) for a, b in zip(packed, again) if a is not None)
     if kind in ("Q4_0", "Q4_1", "MXFP4"):  # of the others, negative scales have turned codes
         assert np.array_equal(back.numpy(), rows)
@@ -70,13 +70,13 @@ def test_q4_0_and_q8_0_by_hand():
     codes = list(range(-8, 8)) + list(range(7, -9, -1))
     pairs = bytes((codes[i] + 8) | (codes[i + 16] + 8) << 4 for i in range(16))
     block = torch.tensor(list(struct.pack("<e", 0.5) + pairs), dtype=torch.uint8)[None]
-    packed = unpack("Q4_0", block, 32)
+    packed = unpack(TYPES["Q4_0"], block, 32)
     assert decoded(packed, TYPES["Q4_0"].quant, 32).tolist() == [[0.5 * q for q in codes]]
     assert torch.equal(pack("Q4_0", packed, TYPES["Q4_0"].quant, 32), block)
 
     signed = [q * 15 for q in codes]
     block = torch.tensor(list(struct.pack("<e32b", 0.25, *signed)), dtype=torch.uint8)[None]
-    packed = unpack("Q8_0", block, 32)
+    packed = unpack(TYPES["Q8_0"], block, 32)
     assert packed.qdata.tolist() == [signed] and packed.scale.tolist() == [[0.25]]
     assert torch.equal(pack("Q8_0", packed, TYPES["Q8_0"].quant, 32), block)
 
@@ -84,11 +84,11 @@ def test_q4_0_and_q8_0_by_hand():
 def test_a_row_with_a_negative_scale_of_int8_turns_its_codes_and_cannot_hold_128():
     rows = random_rows("Q8_0", 1, 32)
     rows[0, :2] = np.frombuffer(struct.pack("<e", -0.5), np.uint8)
-    packed = unpack("Q8_0", torch.from_numpy(rows), 32)
+    packed = unpack(TYPES["Q8_0"], torch.from_numpy(rows), 32)
     assert packed.scale.item() == 0.5 and packed.qdata[0, 0] == -int(rows[0, 2].astype(np.int8))
     rows[0, 2] = 128
     with pytest.raises(ValueError, match="code of -128"):
-        unpack("Q8_0", torch.from_numpy(rows), 32)
+        unpack(TYPES["Q8_0"], torch.from_numpy(rows), 32)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_minima_that_are_no_multiples_of_the_scale_are_refused():
     rows = multiples(random_rows("Q4_1", N, K))
     rows[2, 2:4] = np.frombuffer(struct.pack("<e", -0.00125), np.uint8)
     with pytest.raises(ValueError, match="no multiple of its scale"):
-        unpack("Q4_1", torch.from_numpy(rows), K)
+        unpack(TYPES["Q4_1"], torch.from_numpy(rows), K)
     quant = replace(TYPES["Q4_1"].quant, scale_dtype="bfloat16")
     packed = quantize_matrix(torch.randn(N, K), quant)  # 8 digits of a scale times 4 of a zero point
     with pytest.raises(

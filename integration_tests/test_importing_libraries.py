@@ -352,6 +352,8 @@ QUANTO = {"quant_method": "quanto", "weights": "int8"}
         (packed.quanto_whole(torch.float8_e5m2), "fp8_e5m2 row", 8.111),
         (packed.quanto_grouped(4, 64), "int4 g64 asym", 4.375),
         (packed.quanto_grouped(2, 32), "int2 g32 asym", 2.75),
+        (packed.quanto_grouped(4, 64, integer=False), "int4 g64 floating-point zero points", 4.5),
+        (packed.quanto_grouped(2, 32, integer=False), "int2 g32 floating-point zero points", 3.0),
     ],
 )
 def test_quanto(packer, scheme, bits, llama, tmp_path):
@@ -374,7 +376,6 @@ def test_quanto_by_its_own_file(llama, tmp_path):
 @pytest.mark.parametrize(
     ("packer", "changes", "message"),
     [
-        (packed.quanto_grouped(4, 64, integer=False), {}, "which no grid of hf_quant does. Shifts that are integers"),
         (packed.quanto_grouped(4, 64), {f"{UP}.weight._shift": None}, "weight._shift is missing"),
         (packed.quanto_grouped(4, 64), {f"{UP}.weight._scale": torch.ones(3, 1)}, "weight._scale is .3, 1. float32"),
         (packed.quanto_grouped(4, 64), {f"{UP}.weight._data._data": None}, "has .*up_proj.weight._scale, but not all"),

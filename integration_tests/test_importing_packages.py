@@ -90,13 +90,13 @@ def test_what_quanto_saves(kind, tmp_path):
     save_file(state, tmp_path / "in" / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "in" / "quanto_qmap.json").write_text(json.dumps(quanto.quantization_map(model)))
     (tmp_path / "in" / "config.json").write_text(json.dumps(config_of(tmp_path / "bf16")))
-    if kind == "qint4":
-        with pytest.raises(ValueError, match="Shifts that are integers"):
-            import_checkpoint(tmp_path / "in", tmp_path / "out")
-        return
     import_checkpoint(tmp_path / "in", tmp_path / "out")
     found = weights_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto"))
-    assert mismatches(meant, found)[0] == 0
+    if kind != "qint4":
+        assert mismatches(meant, found)[0] == 0
+        return
+    for name, weight in meant.items():  # quanto rounds the product of code and scale, too
+        assert (found[name].double() - weight.double()).norm() < 2**-7 * weight.double().norm()
 
 
 def test_quanto_decodes_groups_alike():

@@ -43,6 +43,9 @@ def int8_with(kwargs):
         (torchao.intx(3, 64, False), "int3 g64 asym", 3.375, None),
         (torchao.intx(2, 16, True), "int2 g16", 3.0, None),
         (torchao.intx(6, 32, True), "int8 g32", 8.5, None),
+        (torchao.intx(6, 32, False), "int8 g32 floating-point zero points", 9.5, None),
+        (torchao.int4_pairs(64), "int4 g64 floating-point zero points", 4.75, None),
+        (torchao.int4_tiles(64), "int4 g64 floating-point zero points", 4.75, None),
         (torchao.float8("row"), "fp8_e4m3 row", 8.222, None),
         (torchao.float8("tensor"), "fp8_e4m3 tensor", 8.002, None),
         (torchao.float8("block"), "fp8_e4m3 block", 8.002, None),
@@ -60,7 +63,11 @@ def test_flattened_subclasses(pack, scheme, bits, note, llama, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "pack", [torchao.int8, torchao.intx(4, 32, False), torchao.float8("row"), torchao.affine, torchao.affine4]
+    "pack",
+    [
+        *(torchao.int8, torchao.intx(4, 32, False), torchao.float8("row"), torchao.affine, torchao.affine4),
+        torchao.int4_tiles(64),
+    ],
 )
 def test_pickles_without_torchao(pack, llama, tmp_path):
     meant = torchao.torchao_checkpoint(tmp_path / "in", llama, pack, pickled=True)
@@ -143,8 +150,12 @@ def replaced(record: torchao.Subclass, **changes) -> torchao.Subclass:
 @pytest.mark.parametrize(
     ("pack", "changes", "message"),
     [
-        (torchao.int8, {"kind": "Int4TilePackedTo4dTensor"}, "a Int4TilePackedTo4dTensor of torchao: its zero points"),
-        (torchao.int8, {"kind": "Int4Tensor"}, "its zero points are floating-point numbers"),
+        (torchao.int4_tiles(32), {"block_size": [2, 32]}, "has one scale for 2 rows; needs one for each"),
+        (torchao.int4_pairs(32), {"block_size": "x"}, "has the block_size x; needs two positive integers"),
+        (torchao.int4_tiles(32), {"shape": [512, 128]}, r"of the shape .512, 128.; needs .N . 8, K . 32 J, 32"),
+        (torchao.int4_tiles(32), {"scale_and_zero": torch.ones(32, 8, 2)}, "_scale_and_zero is .32, 8, 2. f"),
+        (torchao.int4_pairs(32), {"zero_point": None}, "has no zero_point"),
+        (torchao.int4_pairs(32), {"scale": torch.ones(4, 8)}, "_weight_scale is .4, 8. float32; needs .4, 256."),
         (torchao.int8, {"kind": "Int4PreshuffledTensor"}, "in the order of a device's kernels"),
         (torchao.int8, {"kind": "SparseTensor"}, "readable: Int8Tensor, Intx"),
         (torchao.int8, {"scale": None}, "has no scale"),
@@ -153,10 +164,8 @@ def replaced(record: torchao.Subclass, **changes) -> torchao.Subclass:
         (torchao.int8, {"zero_point": torch.full((1,), 3)}, "_weight_zero_point is .1. int64 beside scales"),
         (torchao.int8, {"act_pre_scale": torch.ones(128)}, "has an act_pre_scale"),
         (torchao.intx(4, 32, True), {"qdata": torch.full((256, 128), 8, dtype=torch.int8)}, "codes outside of int4"),
-        (torchao.intx(4, 32, True), {"zero_point": torch.full((256, 4), 0.5)}, "has fractions"),
-        (torchao.intx(4, 32, True), {"zero_point": torch.full((256, 4), 9)}, "zero points outside"),
+        (torchao.intx(4, 32, True), {"zero_point": torch.full((256, 4), torch.nan)}, "has NaN or inf"),
         (torchao.intx(4, 32, True), {"target_dtype": torch.uint4}, "has uint4 codes; readable: int1, int2"),
-        (torchao.intx(6, 32, True), {"zero_point": torch.full((256, 4), 1)}, "int8 has no zero point"),
         (torchao.float8("row"), {"block_size": [2, 128]}, "one scale for 2 x 128"),
         (torchao.fp4("MXTensor"), {"block_size": 16}, "codes in blocks of 16"),
         (torchao.fp4("NVFP4Tensor"), {"is_swizzled_scales": True}, "_weight_scale has 2048 scales; 256 x 8 in"),

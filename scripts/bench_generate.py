@@ -201,10 +201,13 @@ def make_engines(base: nn.Module, args: argparse.Namespace, work: Path) -> dict[
     sizes = {"batch_size": args.batch, "context": args.prompt_tokens + args.new_tokens}
     todo: dict[str, Callable[[], Engine]] = {}
     if installed("llama_cpp") and installed("gguf"):
-        from common.llama_engine import LlamaCpp
+        from common.llama_engine import LlamaCpp, write_gguf
 
         for kind in ("Q4_0", "Q8_0"):
-            todo[f"llama.cpp {kind}"] = lambda kind=kind: LlamaCpp(base, work / f"{kind}.gguf", kind, **sizes)
+            path = work / f"{kind}.gguf"
+            todo[f"llama.cpp {kind}"] = lambda path=path, kind=kind: LlamaCpp(
+                base.config, write_gguf(base, path, kind), **sizes
+            )
     elif wanted("llama.cpp", args):
         print("llama.cpp: the packages llama-cpp-python and gguf are not installed")
     if args.clock == "wall" and vllm_engine.PYTHON.exists():

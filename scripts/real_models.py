@@ -24,8 +24,9 @@ Apache-2.0, Gemma under Google's terms of use, https://ai.google.dev/gemma/terms
 Two things to know of the figures:
 
 - "16 bit" is what was unpacked: weights of 4 to 8 bits in blocks of 32. The layers of SmolLM2 have 16 levels per
-  block, from its lowest weight to its highest: a scheme with just that grid would seem to lose nothing. None of ours
-  has it, as zero points are whole numbers; but groups of 16 or 32 weights lie within one block, larger ones do not.
+  block, from its lowest weight to its highest: a scheme with just that grid would seem to lose nothing. None that a
+  config asks for has it, as its zero points are whole numbers; but groups of 16 or 32 weights lie within one block,
+  larger ones do not.
 - Every window begins as the tokenizer begins a text. Gemma expects its <bos> there: without it the 16-bit model has a
   perplexity of 34, not 15, and what is compared is not what anybody uses. `--bos first` cuts the windows from one text
   that has it once, as an evaluation does that knows nothing of it. The tokenizer of SmolLM2 adds no token.

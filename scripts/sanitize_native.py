@@ -144,7 +144,7 @@ def compile_commands(compiler: str, build: Build, sources: Path, folder: Path, s
     absent = folder / "absent.cpp"
     lines = [each.absent for name, each in INSTRUCTION_SETS.items() if name not in sets]
     absent.write_text("\n".join(('#include "kernels.h"', "namespace hfq {", *lines, "}")))
-    names = [*sets, "portable", "mixture", "parallel", "sets"]
+    names = [*sets, "portable", "mixture", "offsets", "parallel", "sets"]
     commands = []
     for source in [*(sources / f"{name}.cpp" for name in names), absent, DRIVER]:
         flags = build.driver if source == DRIVER else build.kernels

@@ -8,6 +8,7 @@ it has not reached yet for the errors of those that it has (`solver`).
 """
 
 from hf_quant.algorithms.driver import Algorithm, empty_packed, geometry
+from hf_quant.algorithms.float_zeros import unused_scale
 from hf_quant.algorithms.matrix import (
     ALGORITHMS,
     SOLVERS,
@@ -36,4 +37,5 @@ __all__ = [
     "geometry",
     "quantize_matrix",
     "solve_matrix",
+    "unused_scale",
 ]

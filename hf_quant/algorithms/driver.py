@@ -44,7 +44,11 @@ def empty_packed(shape: torch.Size | tuple[int, ...], quant: TensorQuant, device
     return PackedWeight(
         qdata=torch.empty((*lead, N, width), dtype=spec.dtype, device=device),
         scale=torch.empty(scale_shape, dtype=scale_dtype, device=device),
-        zero_point=None if quant.symmetric else torch.empty(scale_shape, dtype=torch.uint8, device=device),
+        zero_point=(
+            None
+            if quant.symmetric
+            else torch.empty(scale_shape, dtype=getattr(torch, quant.zero_point_dtype), device=device)
+        ),
         global_scale=(
             torch.empty(tuple(lead) or (1,), dtype=torch.float32, device=device)
             if scale_dtype == torch.float8_e4m3fn

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hf_quant.algorithms.absmax import absmax
 from hf_quant.algorithms.driver import Algorithm, Quantization, empty_packed
+from hf_quant.algorithms.float_zeros import quantize_with_float_zeros
 from hf_quant.algorithms.gptq import gptq
 from hf_quant.algorithms.groups import Choice, Groups
 from hf_quant.algorithms.hqq import hqq
@@ -48,7 +49,10 @@ def quantize_matrix(
     total = _magnitude_if_ternary(weight) if algorithm is None and quant.format == "int2" and quant.symmetric else None
     packed = empty_packed(weight.shape, quant, weight.device)
     with torch.no_grad():
-        finite = Quantization(weight, quant, packed).run(choose if total is None else _ternary, total)
+        if quant.has_float_zeros:
+            finite = quantize_with_float_zeros(weight, quant, packed)
+        else:
+            finite = Quantization(weight, quant, packed).run(choose if total is None else _ternary, total)
     if not finite:
         raise _not_finite(name)
     return packed
@@ -96,6 +100,8 @@ def solve_matrix(
             f"{name} is {tuple(weight.shape)}; the statistics are of inputs {statistics.num_features} wide, and need "
             f"{weight.shape[1]}: calibrate this layer itself"
         )
+    if quant.has_float_zeros:
+        raise ValueError(f"{name} has {quant}; a solver needs zero points that are codes, or none")
     packed = empty_packed(weight.shape, quant, weight.device)
     with torch.no_grad():
         finite = Quantization(weight, quant, packed).solve(solver, statistics, choose)

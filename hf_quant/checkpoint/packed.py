@@ -94,7 +94,11 @@ def check_values(stored: Tensor, key: str, quant: TensorQuant, where: str) -> No
     """
     part = next(p for p in STORED_NAMES if key == p or key.startswith(f"{p}_"))
     spec = FORMATS[quant.format].spec
-    if part == "zero_point":
+    if part == "zero_point" and quant.has_float_zeros:
+        limit = _largest_finite(getattr(torch, quant.zero_point_dtype))
+        bits = stored & torch.iinfo(stored.dtype).max
+        _check_range(bits, 0, limit, where, f"{quant.zero_point_dtype} zero points, as bits without sign,")
+    elif part == "zero_point":
         _check_range(stored, 0, 2**spec.bits - 1, where, "zero points")
     elif part == INPUT_SCALE:
         lowest = int(torch.tensor(SMALLEST_SCALE, dtype=torch.float32).view(torch.int32))
@@ -104,7 +108,8 @@ def check_values(stored: Tensor, key: str, quant: TensorQuant, where: str) -> No
         # The bits of positive floating-point numbers are ordered like the numbers: 0 (absent in e8m0, whose bits 0
         # mean 2**-127) and negative ones are below the range, inf and NaN above it.
         lowest = 0 if dtype == torch.float8_e8m0fnu else 1
-        if part == "scale" and quant.symmetric and spec.is_packed and spec.minifloat is None:
+        has_sign = quant.symmetric or quant.has_float_zeros
+        if part == "scale" and has_sign and spec.is_packed and spec.minifloat is None:
             # The grid is not symmetric; a negative scale reverses it (see `algorithms.mse`).
             stored = stored & torch.iinfo(stored.dtype).max if stored.is_signed() else stored & 0x7F
         _check_range(stored, lowest, _largest_finite(dtype), where, f"{quant.scale_dtype} scales, as bits,")

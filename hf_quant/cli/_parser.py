@@ -225,7 +225,7 @@ def _add_import(commands, common) -> None:
     parser.add_argument(
         "--requantize",
         metavar="FORMAT",
-        help="round those weights of a GGUF file again that no format holds exactly (Q4_K, Q5_K, ...), e.g. int8, or "
+        help="round those weights of a GGUF file again that no format holds exactly (IQ1 to IQ3), e.g. int8, or "
         "int8,group_size=32; without it they are refused",
     )
 

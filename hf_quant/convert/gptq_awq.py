@@ -83,7 +83,8 @@ def _scheme(
         raise ValueError(f"{module}.scales is {scales}, which {K} columns cannot be divided by")
     granularity, size = ("row", None) if groups == 1 else ("group", columns)
     dtype = str(scales.dtype).removeprefix("torch.")
-    return LinearScheme(TensorQuant(f"int{bits}", granularity, size, symmetric, dtype)), columns
+    kind = "uint8" if symmetric or bits < 8 else "float32"  # int8 has no zero points that are codes
+    return LinearScheme(TensorQuant(f"int{bits}", granularity, size, symmetric, dtype, zero_point_dtype=kind)), columns
 
 
 def _gptq_weight(files: TensorFiles, module: str, fields: dict[str, Any], minus_one: bool) -> ForeignWeight:
@@ -97,8 +98,6 @@ def _gptq_weight(files: TensorFiles, module: str, fields: dict[str, Any], minus_
     zeros = _gptq_zeros(files, module, bits, N, minus_one)
     middle = 2 ** (bits - 1)
     symmetric = bool((zeros == middle).all())
-    if bits == 8 and not symmetric:
-        raise ValueError(f"{module}.qzeros has zero points other than {middle}; int8 has no zero point in hf_quant")
     # `dynamic` may give layers groups of their own, too; the columns of the first one tell.
     stated = fields.get("group_size") if g_idx is None else int((g_idx == 0).sum())
     scheme, columns = _scheme(files, module, bits, K, stated=stated, symmetric=symmetric)
@@ -108,15 +107,16 @@ def _gptq_weight(files: TensorFiles, module: str, fields: dict[str, Any], minus_
             "have no form in hf_quant. Take a checkpoint that was made with desc_act=False"
         )
     keys = tuple(f"{module}.{part}" for part in ("qweight", "qzeros", "scales"))
-    zero_point = None if symmetric else zeros
 
     def unpack() -> PackedWeight:
-        words = files.read(f"{module}.qweight").T.contiguous()
+        words, scale = files.read(f"{module}.qweight").T.contiguous(), files.read(f"{module}.scales").T
+        zero_point = None if symmetric else zeros
         if bits == 4:
             qdata = torch.nn.functional.pad(words, (0, packed_words(K, bits) - words.shape[1]))
         else:
             qdata = (words.view(torch.uint8) ^ _SIGN).view(torch.int8)
-        return PackedWeight(qdata, files.read(f"{module}.scales").T, zero_point, None)
+            zero_point = None if symmetric else (middle - zeros.double()).mul_(scale).float()
+        return PackedWeight(qdata, scale, zero_point, None)
 
     return ForeignWeight(module, scheme, (N, K), keys, unpack)
 

@@ -1,9 +1,10 @@
-"""Read HQQ: groups along rows with zero points that are integers.
+"""Read HQQ: groups along rows.
 
 Layout (https://github.com/mobiusml/hqq/blob/master/hqq/core/quantize.py): `W_q` holds the codes [groups, group size],
 of which those that share a byte (or, of 3 bits, a word) are as many groups apart as there are rows, the first in the
 highest bits; `scale` and `zero` [groups, 1]; the other fields are tensors of one number, or of the bytes of a text.
-Weights are (code - zero) * scale. HQQ's optimizer moves `zero` off the integers.
+Weights are (code - zero) * scale. HQQ's optimizer moves `zero` off the integers: then ours are code * scale + z with z
+= -zero * scale, which fp32 holds exactly.
 """
 
 from functools import partial
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_quant.algorithms import PackedWeight
+from hf_quant.algorithms import PackedWeight, unused_scale
 from hf_quant.convert.files import TensorFiles
 from hf_quant.convert.foreign import Foreign, ForeignWeight
 from hf_quant.convert.layers import FLOATS, groups_of, modules_with, tensor_info, without_zero_scales
@@ -72,16 +73,14 @@ def _weight(files: TensorFiles, module: str) -> ForeignWeight:
     if stored.shape[1] * stored.dtype.itemsize != N * K // groups * integer.itemsize:
         raise ValueError(f"{module}.W_q is {stored}; {groups} groups of {N} x {K} weights need another width")
     zeros = files.read(f"{module}.zero").float()
-    if bool((zeros != zeros.round()).any() | (zeros < 0).any() | (zeros >= 2**bits).any()):
-        raise ValueError(
-            f"{module}.zero has fractions, or numbers that are no code, as HQQ's optimizer leaves them ({zero}): no "
-            "grid of hf_quant has such zero points. Integers (round_zero=True, optimize=False) can be imported"
-        )
+    if not bool(zeros.isfinite().all()):
+        raise ValueError(f"{module}.zero ({zero}) has NaN or inf; needs finite zero points")
     symmetric = bool((zeros == 2 ** (bits - 1)).all())
-    if bits == 8 and not symmetric:
-        raise ValueError(f"{module}.zero has zero points other than 128; int8 has no zero point in hf_quant")
+    are_codes = not bool((zeros != zeros.round()).any() | (zeros < 0).any() | (zeros >= 2**bits).any())
     granularity, size, columns = groups_of(module, K, N * K // groups)
-    quant = TensorQuant(f"int{bits}", granularity, size, symmetric, str(scale.dtype).removeprefix("torch."))
+    kind = "uint8" if symmetric or (are_codes and bits < 8) else "float32"
+    scale_dtype = str(scale.dtype).removeprefix("torch.")
+    quant = TensorQuant(f"int{bits}", granularity, size, symmetric, scale_dtype, zero_point_dtype=kind)
     keys = (f"{module}.W_q", *(f"{module}.{name}" for name in _FIELDS[1:] if f"{module}.{name}" in files.tensors))
     unpack = partial(_unpack, files, module, integer, shifts, quant, (N, K), columns)
     return ForeignWeight(module, LinearScheme(quant), (N, K), keys, unpack)
@@ -107,10 +106,13 @@ def _unpack(
         values = values.flatten()
         return values.repeat_interleave(each or N // values.numel()).view(N, -1)
 
-    scale = spread(scale)
-    if format.bits == 8:
-        codes = (codes ^ 0x80).view(torch.int8)
-        return PackedWeight(*without_zero_scales(codes, scale, columns), None, None)
-    zeros = spread(files.read(f"{module}.zero")).to(torch.uint8)
-    codes, scale = without_zero_scales(codes, scale, columns, zeros)
+    scale, zeros = spread(scale), spread(files.read(f"{module}.zero"))
+    middle = 0 if format.spec.is_packed else 128
+    codes = codes if format.spec.is_packed else (codes ^ 0x80).view(torch.int8)
+    if quant.has_float_zeros:
+        offsets = (middle - zeros.double()).mul_(scale).float()
+        codes, scale = without_zero_scales(codes, scale, columns, unused=unused_scale(scale.dtype))
+        return PackedWeight(format.pack(codes), scale, offsets, None)
+    zeros = zeros.to(torch.uint8)
+    codes, scale = without_zero_scales(codes, scale, columns, zeros if format.spec.is_packed else 0)
     return PackedWeight(format.pack(codes), scale, None if quant.symmetric else zeros, None)

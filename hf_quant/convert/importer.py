@@ -44,17 +44,17 @@ def import_checkpoint(
         bitsandbytes        NF4 and FP4 with plain and quantized scales, LLM.int8
         mxfp4               experts of gpt-oss
         fp8, fbgemm_fp8     float8_e4m3fn in blocks of 128 x 128, by rows or per tensor, inputs dynamic or static
-        torchao             int8, intx, fp8, mxfp8, mxfp4 and nvfp4 subclasses, in safetensors files or pickles
-        quanto              qint8, qfloat8, qint4 and qint2 with integer shifts
-        hqq                 axis 1 with zero points that are integers
+        torchao             int8, int4, intx, fp8, mxfp8, mxfp4 and nvfp4 subclasses, in safetensors files or pickles
+        quanto              qint8, qfloat8, qint4 and qint2
+        hqq                 axis 1
         auto-round          packed as GPTQ or AWQ
         modelopt            FP8 and NVFP4
         bitnet              ternary weights with int8 inputs, packed or as they were trained
-        GGUF                Q4_0, Q8_0, MXFP4, Q5_0, Q3_K, Q6_K, IQ4_NL, IQ4_XS; Q4_1 if its minima are multiples of
-                            its scales; models of llama, qwen2, qwen3, gemma3 and phi3
+        GGUF                Q2_K to Q6_K, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, MXFP4, IQ4_NL, IQ4_XS; models of llama, qwen2,
+                            qwen3, gemma3 and phi3
 
-    Types of GGUF with a minimum (Q4_K, Q5_K, ...) have no exact form here: they are refused, unless `requantize` says
-    how to round them.
+    Other types of GGUF (IQ1 to IQ3) have no exact form here: they are refused, unless `requantize` says how to round
+    them.
 
     Args:
         source: the other library's checkpoint, a model or a pipeline: a directory, or USER/NAME on the Hub; a file

@@ -62,12 +62,12 @@ def groups_of(module: str, K: int, block: int) -> tuple[str, int | None, int]:
 
 
 def without_zero_scales(
-    codes: Tensor, scale: Tensor, columns: int, zero: int | Tensor = 0, *, rows: int = 1
+    codes: Tensor, scale: Tensor, columns: int, zero: int | Tensor = 0, *, rows: int = 1, unused: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Return codes [..., N, K] and scales [..., N / rows, ceil(K / columns)] of the same weights, no scale being 0.
 
     A scale of 0 makes weights of 0; hf_quant has none, so these get the code `zero` (one for all, or one for each
-    scale) and the scale 1. The codes have one byte each.
+    scale) and the scale `unused`. The codes have one byte each.
     """
     empty = scale.view(torch.uint8) == 0 if scale.dtype == torch.float8_e4m3fn else scale == 0
     if not bool(empty.any()):
@@ -81,8 +81,7 @@ def without_zero_scales(
     found, kind = codes.contiguous().view(torch.uint8).clone(), codes.dtype
     fill = spread(zero).expand(codes.shape)[mask] if isinstance(zero, Tensor) else zero
     found[mask] = fill
-    one = torch.ones_like(scale, dtype=torch.float32).to(scale.dtype)
-    return found.view(kind), torch.where(empty, one.float(), scale.float()).to(scale.dtype)
+    return found.view(kind), torch.where(empty, unused, scale.float()).to(scale.dtype)
 
 
 def rows_of_scale(N: int, granularity: str) -> int:

@@ -1,4 +1,4 @@
-"""Read optimum-quanto: qint8 and qfloat8 by rows, qint4 and qint2 in groups with integer shifts.
+"""Read optimum-quanto: qint8 and qfloat8 by rows, qint4 and qint2 in groups.
 
 Layout (https://github.com/huggingface/optimum-quanto/tree/main/optimum/quanto/tensor). 8 bits: `weight._data` [N, K],
 `weight._scale` [N, 1]. Fewer: `weight._data._data` bytes [groups / codes per byte, group size], where the codes of a
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_quant.algorithms import PackedWeight
+from hf_quant.algorithms import PackedWeight, unused_scale
 from hf_quant.convert.files import TensorFiles
 from hf_quant.convert.foreign import Foreign, ForeignWeight
 from hf_quant.convert.hosts import Empty
@@ -67,11 +67,6 @@ def _grouped(files: TensorFiles, name: str, host: Empty) -> ForeignWeight:
     module = name.removesuffix(".weight")
     keys = (f"{name}._data._data", f"{name}._scale", f"{name}._shift")
     shift = tensor_info(files, keys[2], (*FLOATS, torch.uint8, torch.int8), dims=2)
-    if shift.dtype.is_floating_point:
-        raise ValueError(
-            f"{keys[2]} is {shift}: quanto takes it from the product of code and scale, which no grid of hf_quant "
-            "does. Shifts that are integers (zeropoint=True) can be imported"
-        )
     shape = host.shape_of(name)
     if shape is None or len(shape) < 2:
         raise ValueError(f"{module} is no layer of the model")
@@ -83,7 +78,9 @@ def _grouped(files: TensorFiles, name: str, host: Empty) -> ForeignWeight:
     if bits is None or groups * size != N * K or shift.shape[1] != 1:
         raise ValueError(f"{keys[0]} is {packed} beside shifts of {shift} for {N} x {K} weights")
     granularity, group_size, columns = groups_of(module, K, size)
-    quant = TensorQuant(f"int{bits}", granularity, group_size, False, str(scale.dtype).removeprefix("torch."))
+    kind = str(shift.dtype).removeprefix("torch.") if shift.dtype.is_floating_point else "uint8"
+    scale_dtype = str(scale.dtype).removeprefix("torch.")
+    quant = TensorQuant(f"int{bits}", granularity, group_size, False, scale_dtype, zero_point_dtype=kind)
     unpack = partial(_unpack, files, keys, bits, (N, K), columns)
     return ForeignWeight(module, LinearScheme(quant), (N, K), keys, unpack)
 
@@ -95,13 +92,15 @@ def _unpack(
     parts = [packed >> (bits * i) & (2**bits - 1) for i in range(8 // bits)]
     shift = files.read(keys[2])
     codes = torch.cat(parts)[: shift.shape[0]].reshape(N, K)
-    if bool((shift < 0).any() | (shift >= 2**bits).any()):
+    is_float = shift.is_floating_point()
+    if not is_float and bool((shift < 0).any() | (shift >= 2**bits).any()):
         raise ValueError(f"{keys[2]} has shifts outside of the {2**bits} codes")
 
     def spread(values: Tensor) -> Tensor:
         """One value for each group of ours, where a group of theirs is several."""
         return values.flatten().repeat_interleave(packed.shape[1] // columns).view(N, K // columns)
 
-    scale, zero_point = spread(files.read(keys[1])), spread(shift.view(torch.uint8))
-    codes, scale = without_zero_scales(codes, scale, columns, zero_point)
+    scale, zero_point = spread(files.read(keys[1])), spread(-shift if is_float else shift.view(torch.uint8))
+    unused = unused_scale(scale.dtype) if is_float else 1.0
+    codes, scale = without_zero_scales(codes, scale, columns, 0 if is_float else zero_point, unused=unused)
     return PackedWeight(FORMATS[f"int{bits}"].pack(codes), scale, zero_point, None)

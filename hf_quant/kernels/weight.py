@@ -18,7 +18,8 @@ class PackedWeight(NamedTuple):
     """A quantized weight [..., N, K] in its canonical bytes (see `codes`); scales in their true dtype.
 
     qdata [..., N, K] or [..., N, words] int32; scale [..., N | 1 | ceil(N/128), groups], whose sign may be negative;
-    zero_point uint8 of the scale's shape or None; global_scale fp32 [...] (at least [1]) or None.
+    zero_point of the scale's shape or None: uint8, from 0 to the largest code, or floating-point, see
+    `Weight.has_float_zeros`; global_scale fp32 [...] (at least [1]) or None.
     """
 
     qdata: Tensor
@@ -68,6 +69,14 @@ class Weight(NamedTuple):
         return self.scale.shape[-1] == 1
 
     @property
+    def has_float_zeros(self) -> bool:
+        """True if zero points are floating-point numbers, the value of code 0: a weight is code * scale + zero_point.
+
+        Kernels of products know no such weights: see `float_zeros`.
+        """
+        return self.zero_point is not None and self.zero_point.is_floating_point()
+
+    @property
     def packed(self) -> PackedWeight:
         return PackedWeight(*self[:4])
 
@@ -106,7 +115,8 @@ def weight_of(
     """The tensors of a weight [..., N, K] as one `Weight`.
 
     qdata [..., N, K] or, packed, [..., N, words] int32; scale floating [..., N | 1 | ceil(N/128), ceil(K/group_size)];
-    zero_point uint8 of the scale's shape, integer formats only; global_scale fp32, one element per leading index;
+    zero_point uint8 or floating-point of the scale's shape, integer formats only, uint8 for packed ones only;
+    global_scale fp32, one element per leading index;
     input_diagonal fp32 [K / b, b]; input_scale fp32 [1].
 
     Raises:
@@ -167,11 +177,13 @@ def check_diagonal(input_diagonal: Tensor, K: int) -> None:
 
 
 def _check_zero_point(zero_point: Tensor, scale_shape: Size, spec: CodeSpec) -> None:
-    if zero_point.shape != scale_shape or zero_point.dtype != uint8:
+    is_float = zero_point.is_floating_point()
+    if zero_point.shape != scale_shape or not (is_float or zero_point.dtype == uint8):
         raise ValueError(
-            f"zero_point is {tuple(zero_point.shape)} {zero_point.dtype}; needs {tuple(scale_shape)} torch.uint8"
+            f"zero_point is {tuple(zero_point.shape)} {zero_point.dtype}; needs {tuple(scale_shape)} torch.uint8, or "
+            "a floating-point dtype"
         )
-    if not (spec.is_packed and spec.is_integer):
+    if not (spec.is_integer and (spec.is_packed or is_float)):
         raise ValueError(f"{spec.name} has no zero point")
 
 

@@ -197,7 +197,7 @@ class QuantizedModule(StaticInput, nn.Module):
         return PackedWeight(
             qdata,
             scale.view(getattr(torch, quant.scale_dtype)),
-            zero_point,
+            zero_point.view(getattr(torch, quant.zero_point_dtype)) if quant.has_float_zeros else zero_point,
             None if global_scale is None else global_scale.view(torch.float32),
         )
 

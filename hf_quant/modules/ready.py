@@ -4,9 +4,11 @@ A small layer takes longer to be checked than to be multiplied with. What the ch
 layer's parameters, where their data is, and the counts of changes of those whose values were checked.
 """
 
+from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from hf_quant.kernels import prepack
@@ -23,6 +25,12 @@ _CHECKED = ("zero_point", "input_scale")  # parameters whose values decide wheth
 _version = Tensor._version.__get__  # type: ignore[attr-defined]
 
 
+def versions_of(tensors: Iterable[Tensor]) -> list[Any]:
+    """`numbers` of a place, which change when one of the tensors is written in place."""
+    counted = [tensor for tensor in tensors if not tensor.is_inference()]
+    return [part for tensor in counted for part in (partial(_version, tensor), tensor._version)]
+
+
 class ReadyProduct:
     """The product of a layer that has these parameters; it holds them until it finds another one in their place."""
 
@@ -31,8 +39,10 @@ class ReadyProduct:
     def __init__(self, K: int, parameters: dict[str, Tensor | None], held: dict[str, Tensor | None], run: Run) -> None:
         """Take `run`, which multiplies x [..., K] with what the parameters of a layer were then, `held`."""
         tensors = {name: value for name, value in held.items() if value is not None}
-        checked = [value for name, value in tensors.items() if name in _CHECKED and not value.is_inference()]
-        numbers = [part for value in checked for part in (partial(_version, value), value._version)]
+        zeros = tensors.get("zero_point")
+        # What floating-point zero points add to a product is made of them and of the scales.
+        names = _CHECKED if zeros is None or zeros.dtype == torch.uint8 else (*_CHECKED, "scale")
+        numbers = versions_of(value for name, value in tensors.items() if name in names)
         entries: list[Any] = [part for name, value in held.items() for part in (parameters, name, value)]
         entries += entries_of(prepack.era)
         self.K, self.parameters, self.run = K, parameters, run

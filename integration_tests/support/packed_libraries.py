@@ -150,6 +150,8 @@ def quanto_grouped(bits: int, group: int, *, integer: bool = True) -> Packer:
             packed |= part << bits * i
         stored = shift if integer else (shift * scale).to(dtype)
         parts = {"weight._data._data": packed, "weight._scale": scale, "weight._shift": stored}
+        if not integer:  # rounded once
+            return parts, (codes.double() * scale.double() - stored.double()).to(dtype).view(N, K)
         return parts, (scale * (codes.to(torch.int8) - shift.to(torch.int8))).view(N, K)
 
     return pack
@@ -182,6 +184,8 @@ def hqq(bits: int, group: int, *, axis: int = 1, fraction: float = 0.0, as_float
             "scale": scale,
             "zero": (zero + fraction).to(dtype),
         }
+        if fraction:  # rounded once
+            return parts, ((codes - parts["zero"].double()) * scale.double()).to(dtype).reshape(N, K)
         return parts, ((codes.to(dtype) - zero.to(dtype)) * scale).reshape(N, K)
 
     return pack

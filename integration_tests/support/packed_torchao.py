@@ -51,6 +51,48 @@ def intx(bits: int, group: int, symmetric: bool):
     return pack
 
 
+def decoded_int4(codes: Tensor, scale: Tensor, zeros: Tensor) -> Tensor:
+    """code * scale + zero, where fp32 rounds what the code -8 means, and the sum."""
+    lowest = (zeros.double() - 8 * scale.double()).float()
+    return (codes + 8) * spread(scale.float(), *codes.shape) + spread(lowest, *codes.shape)
+
+
+def int4_pairs(group: int):
+    def pack(N: int, K: int, dtype: torch.dtype, seed: int) -> Subclass:
+        codes, scale = randint(seed, -8, 8, N, K), uniform(seed, N, K // group).to(dtype)
+        zeros = (uniform(seed + 1, N, K // group) - 0.002).to(dtype)
+        pairs = torch.zeros(N, K // 2, dtype=torch.int8)
+        for column in range(K):
+            pairs[:, column // 2] |= ((codes[:, column] & 15) << 4 * (column % 2)).to(torch.uint8).view(torch.int8)
+        tensors = {"qdata": pairs, "scale": scale.T, "zero_point": zeros.T}
+        fields = {"block_size": [1, group], "shape": [N, K], "activation_dtype": torch.bfloat16}
+        return Subclass("Int4Tensor", fields, tensors, decoded_int4(codes, scale, zeros).to(dtype))
+
+    return pack
+
+
+def int4_tiles(group: int):
+    """Words as `_convert_weight_to_int4pack` has them for 8 inner tiles, and padding to 8 rows and 1024 columns."""
+
+    def pack(N: int, K: int, dtype: torch.dtype, seed: int) -> Subclass:
+        rows, columns = -(-N // 8) * 8, -(-K // 1024) * 1024
+        codes = randint(seed, 0, 16, rows, columns)
+        scale, zeros = uniform(seed, rows, columns // group).to(dtype), uniform(seed + 1, rows, columns // group)
+        zeros = (zeros - 0.002).to(dtype)
+        words = torch.zeros(rows // 8, columns // 128, 32, 4, dtype=torch.int64)
+        for lane in range(32):
+            for word in range(4):
+                for i, place in enumerate((0, 16, 4, 20, 8, 24, 12, 28)):  # pairs of columns, 8 apart
+                    column = 32 * word + 8 * (i // 2) + 2 * (lane % 4) + i % 2
+                    words[:, :, lane, word] |= codes[lane // 4 :: 8, column::128] << place
+        words = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+        tensors = {"qdata": words, "scale_and_zero": torch.stack([scale, zeros], -1).transpose(0, 1)}
+        fields, meant = {"block_size": [1, group], "shape": [N, K]}, decoded_int4(codes - 8, scale, zeros)
+        return Subclass("Int4TilePackedTo4dTensor", fields, tensors, meant[:N, :K].to(dtype))
+
+    return pack
+
+
 def float8(extent: str, kind: torch.dtype = torch.float8_e4m3fn):
     def pack(N: int, K: int, dtype: torch.dtype, seed: int) -> Subclass:
         codes = randint(seed, 0, 0x70, N, K).to(torch.uint8).view(kind)
@@ -141,6 +183,8 @@ def fake_torchao() -> Iterator[dict[str, type]]:
     """Modules named as torchao's, whose classes a pickle names; the package itself may be installed or not."""
     names = {"torchao": (), "torchao.quantization": ("Int8Tensor", "Float8Tensor", "IntxUnpackedToInt8Tensor")}
     names |= {"torchao.dtypes.uintx.plain_layout": ("PlainAQTTensorImpl",), "torchao.dtypes": ()}
+    flows = "torchao.quantization.quantize_.workflows.int4"
+    names |= {f"{flows}.int4_tile_packed_to_4d_tensor": ("Int4TilePackedTo4dTensor",)}
     names |= {"torchao.dtypes.uintx.q_dq_layout": ("QDQTensorImpl",)}
     names |= {"torchao.dtypes.affine_quantized_tensor": ("AffineQuantizedTensor",), "torchao.dtypes.uintx": ()}
     before = {name: sys.modules.get(name) for name in names}
@@ -173,7 +217,7 @@ def wrapped(modules: Any, record: Subclass, dtype: torch.dtype) -> Tensor:
         made.__dict__.update(record.fields)
         return made
     made.__dict__.update(record.tensors)
-    made.__dict__.update({name: value for name, value in record.fields.items() if name != "dtype"})
+    made.__dict__.update({name: value for name, value in record.fields.items() if name not in ("dtype", "shape")})
     return made
 
 

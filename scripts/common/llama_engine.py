@@ -1,12 +1,13 @@
-"""llama.cpp as an `Engine`, by its Python package llama-cpp-python; models of the Llama architecture.
+"""llama.cpp as an `Engine`, by its Python package llama-cpp-python.
 
-The weights are written to a GGUF file without a vocabulary by the package gguf: matrices in one format, the output
-embedding, too; norms in fp32. Rows of queries and keys are put in the order in which llama.cpp turns them.
+`write_gguf` writes the weights of a Llama to a GGUF file without a vocabulary by the package gguf: matrices in one
+format, the output embedding, too; norms in fp32. Rows of queries and keys are put in llama.cpp's order.
 """
 
 import ctypes
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import gguf
 import llama_cpp
@@ -30,7 +31,7 @@ _NAMES = {
 }
 
 
-def write_gguf(model: nn.Module, path: Path, kind: str) -> None:
+def write_gguf(model: nn.Module, path: Path, kind: str) -> Path:
     """Write a Llama of transformers to a GGUF file. `kind`: the format of its matrices, "Q4_0", "Q8_0" or "BF16"."""
     config = model.config
     if config.model_type != "llama":
@@ -55,6 +56,7 @@ def write_gguf(model: nn.Module, path: Path, kind: str) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    return path
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -77,9 +79,8 @@ def _neighbors(weight: Tensor, D: int) -> Tensor:
 class LlamaCpp(Engine):
     """A GGUF file in llama.cpp, in this process, with the threads of torch."""
 
-    def __init__(self, model: nn.Module, path: Path, kind: str, *, batch_size: int, context: int) -> None:
-        super().__init__(model.config)
-        write_gguf(model, path, kind)
+    def __init__(self, config: Any, path: Path, *, batch_size: int, context: int) -> None:
+        super().__init__(config)
         self._silence = llama_cpp.llama_log_callback(lambda *_: None)  # kept: C calls it
         llama_cpp.llama_log_set(self._silence, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
@@ -111,20 +112,29 @@ class LlamaCpp(Engine):
             tokens = [found[row] for row in range(len(prompts))]
             yield list(tokens)
 
+    def logits(self, ids: list[int]) -> Tensor:
+        """The logits behind each of up to 512 tokens, fp32 [tokens, vocabulary]."""
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
+        found = self._logits([(token, at, 0) for at, token in enumerate(ids)], set(range(len(ids))))
+        return torch.from_numpy(np.stack([found[at] for at in range(len(ids))]))
+
     def _decode(self, entries: list[tuple[int, int, int]], wanted: set[tuple[int, int]]) -> dict[int, int]:
         """Compute (token, position, row) together: {row: next token} behind the wanted (position, row)."""
-        batch, rows = self._batch, {}
+        places = {i: row for i, (_, at, row) in enumerate(entries) if (at, row) in wanted}
+        return {places[i]: int(values.argmax()) for i, values in self._logits(entries, set(places)).items()}
+
+    def _logits(self, entries: list[tuple[int, int, int]], wanted: set[int]) -> dict[int, np.ndarray]:
+        """Compute (token, position, row) together: {number of an entry: the logits behind it} for the wanted ones."""
+        batch = self._batch
         batch.n_tokens = len(entries)
         for i, (token, at, row) in enumerate(entries):
             batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = token, at, 1, row
-            batch.logits[i] = (at, row) in wanted
-            if (at, row) in wanted:
-                rows[row] = i
+            batch.logits[i] = i in wanted
         if llama_cpp.llama_decode(self._context, batch):
             raise RuntimeError("llama.cpp does not decode")
         shape = (self.config.vocab_size,)
-        logits = {row: llama_cpp.llama_get_logits_ith(self._context, i) for row, i in rows.items()}
-        return {row: int(np.ctypeslib.as_array(at, shape).argmax()) for row, at in logits.items()}
+        logits = {i: llama_cpp.llama_get_logits_ith(self._context, i) for i in wanted}
+        return {i: np.ctypeslib.as_array(at, shape).copy() for i, at in logits.items()}
 
     def close(self) -> None:
         """Free the model."""

@@ -189,10 +189,10 @@ std::string text_of(const Product& p) {
   auto number = [](int64_t value) { return static_cast<long long>(value); };
   snprintf(line, sizeof line,
            "M=%lld N=%lld K=%lld group_size=%lld layout=%d compute=%d x_dtype=%d x_stride=%lld block=%lld y_dtype=%d "
-           "scale_dtype=%d scale_rows=%lld scale_stride=%lld zero=%d bias=%d experts=%lld threads=%d",
+           "scale_dtype=%d scale_rows=%lld scale_stride=%lld zero=%d offsets=%d bias=%d experts=%lld threads=%d",
            number(p.M), number(p.N), number(p.K), number(p.group_size), p.layout, p.compute, p.x_dtype,
            number(p.x_stride), number(p.block), p.y_dtype, p.scale_dtype, number(p.scale_rows), number(p.scale_stride),
-           p.zero != nullptr, p.bias != nullptr, number(p.experts), p.threads);
+           p.zero != nullptr, p.offsets != nullptr, p.bias != nullptr, number(p.experts), p.threads);
   return line;
 }
 
@@ -249,6 +249,8 @@ class RandomCall {
   Random& random_;
 };
 
+constexpr int64_t kLanes = 16;  // of rows of a weight, whose offsets lie side by side
+
 // One random call with its buffers; `p` holds their addresses.
 class Case : RandomCall {
  public:
@@ -268,13 +270,17 @@ class Case : RandomCall {
       p.zero = static_cast<uint8_t*>(fill(zero, scales, INT8, true, [&] { return double(random_.below(codes)); }));
     if (random.one_in(2))
       p.bias = fill(bias, p.experts * p.N, p.bias_dtype, true, [&] { return random_.between(-3, 3); });
+    const bool quantizes_rows = p.compute == BY_INT8 && p.x_dtype != INT8;
+    const int64_t num_offsets = p.experts * ceil_div(p.N, kLanes) * kLanes * p.groups;
+    if (!has_zero && !quantizes_rows && random.one_in(3))
+      p.offsets = static_cast<float*>(fill(offsets, num_offsets, F32, false, [&] { return random_.between(-1, 1); }));
     if (random.one_in(4)) {
       auto near_one = [&] { return random_.between(0.5, 1.5); };
       p.global_scale = static_cast<float*>(fill(global, p.experts, F32, false, near_one));
     }
     if (p.compute == BY_INT8 ? p.x_dtype == INT8 : random.one_in(4))
       p.row_scale = static_cast<float*>(fill(row_scale, p.M, F32, false, [&] { return random_.between(0.01, 0.1); }));
-    if (p.x_dtype != INT8 && p.row_scale == nullptr && p.K % 2 == 0 && random.one_in(3)) {
+    if (p.x_dtype != INT8 && p.row_scale == nullptr && p.K % 2 == 0 && p.offsets == nullptr && random.one_in(3)) {
       p.block = 2;
       while (p.K % (2 * p.block) == 0 && p.block < 1024 && !random.one_in(6)) p.block *= 2;
       auto sign = [&] { return random_.one_in(2) ? 1.0 : -1.0; };
@@ -353,6 +359,11 @@ class Case : RandomCall {
     return row;
   }
 
+  double offset_of(int64_t e, int64_t n, int64_t group) const {
+    const int64_t block = e * ceil_div(p.N, kLanes) + n / kLanes;
+    return offsets->at((block * p.groups + group) * kLanes + n % kLanes, F32);
+  }
+
   bool differs(const Kernels& kernels, const char* what, int64_t row, int64_t column, double found, double exact,
                double allowed) const {
     if (std::fabs(found - exact) <= allowed) return false;
@@ -367,7 +378,7 @@ class Case : RandomCall {
     call.y = y->data;
     if (call.compute == BY_BF16 && !kernels.by_bf16) call.compute = BY_F32;
     current = std::string(kernels.name) + " matmul: " + text_of(call);
-    if (!kernels.matmul(call)) {
+    if (!multiply(kernels, call)) {
       fprintf(stderr, "%s: no memory\n", kernels.name);
       return false;
     }
@@ -391,6 +402,11 @@ class Case : RandomCall {
             magnitude += std::fabs(rows[m * p.K + k] * weight[k]);
             largest = std::max(largest, std::fabs(rows[m * p.K + k]));
             weights += std::fabs(weight[k]);
+          }
+          for (int64_t k = 0; p.offsets != nullptr && k < p.K; ++k) {
+            const double product = rows[m * p.K + k] * offset_of(e, n, k / p.group_size);
+            sum += product;
+            magnitude += std::fabs(product);
           }
           // Rows in bf16 may be in fixed point: the smallest numbers to 2^-16 of the largest.
           const double fixed = is_bf16 && kernels.matmul != kPortable.matmul ? scaled(largest * weights, -16) : 0;
@@ -467,7 +483,7 @@ class Case : RandomCall {
   }
 
   Product p;
-  Memory x, qdata, scale, zero, bias, global, row_scale, input_scale, levels, ends, diagonal;
+  Memory x, qdata, scale, zero, bias, global, row_scale, input_scale, levels, ends, diagonal, offsets;
   std::vector<int64_t> starts;  // rows of x of each expert, and the end of the last
   std::vector<std::vector<double>> weight_rows;
 };

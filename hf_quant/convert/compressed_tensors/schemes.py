@@ -51,6 +51,8 @@ def group_of(scheme: LinearScheme, N: int, K: int, dtype: torch.dtype) -> Group:
     quant = scheme.weight
     activation = None if scheme.activation is None else scheme.activation.format
     format = _storage(quant, activation)
+    if quant.has_float_zeros:
+        raise Inexpressible("its zero points are floating-point numbers, which no format of compressed-tensors has")
     if scheme.sparsity is not None:
         raise Inexpressible(f"{scheme.sparsity} sparsity has no format that is still read")
     if scheme.is_static and quant.granularity == "block":

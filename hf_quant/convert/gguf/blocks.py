@@ -4,11 +4,17 @@ A row of a weight is a sequence of blocks, each with its scales and codes; layou
 https://github.com/ggml-org/llama.cpp/tree/master/ggml/src: ggml-common.h, `dequantize_row_*` in ggml-quants.c.
 
     Q4_0    32 codes of 4 bits, one fp16 scale: int4
-    Q4_1    the same with an fp16 minimum: int4 with zero points, if the minimum is a multiple of the scale
+    Q4_1    the same with an fp16 minimum: int4 with zero points, which are codes if all minima are multiples of scales
     Q5_0    32 codes of 5 bits, one fp16 scale: int8
+    Q5_1    the same with an fp16 minimum: int8 with zero points
     Q8_0    32 codes of 8 bits, one fp16 scale: int8
     MXFP4   32 codes e2m1, one e8m0 scale: mxfp4
+    Q2_K    256 codes of 2 bits; scales and minima of 16: two fp16 numbers times 4-bit integers: int2 with fp32 scales
+            and zero points
     Q3_K    256 codes of 3 bits; scales of 16: one fp16 number times 6-bit integers: int3 with fp32 scales
+    Q4_K    256 codes of 4 bits; scales and minima of 32: two fp16 numbers times 6-bit integers: int4 with fp32 scales
+            and zero points
+    Q5_K    the same with codes of 5 bits: int8 with fp32 scales and zero points
     Q6_K    256 codes of 6 bits; scales of 16: one fp16 number times 8-bit integers: int8 with fp32 scales
     IQ4_NL  32 indices of a table of 8-bit integers, one fp16 scale: int8
     IQ4_XS  256 of these; scales of 32: one fp16 number times 6-bit integers: int8 with fp32 scales
@@ -20,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_quant.algorithms import PackedWeight
+from hf_quant.algorithms import PackedWeight, unused_scale
 from hf_quant.convert.compressed_tensors.schemes import Inexpressible
 from hf_quant.formats import FORMATS
 from hf_quant.kernels.codes import expand_scale
@@ -57,9 +63,9 @@ class Type(NamedTuple):
     decode: Callable[[Tensor], Codes]  # of blocks [N, blocks, nbytes] uint8
 
 
-def unpack(kind: str, rows: Tensor, K: int) -> PackedWeight:
-    """Return the weight [N, K] of rows of blocks, uint8 [N, bytes], of a type of TYPES. Raises Inexpressible."""
-    parts = [_unpack(kind, part, K) for part in rows.split(_rows_at_a_time(K))]
+def unpack(known: Type, rows: Tensor, K: int) -> PackedWeight:
+    """Return the weight [N, K] of rows of blocks of a type, uint8 [N, bytes]. Raises Inexpressible."""
+    parts = [_unpack(known, part, K) for part in rows.split(_rows_at_a_time(K))]
     zero_points = [part.zero_point for part in parts if part.zero_point is not None]
     qdata, scale = torch.cat([part.qdata for part in parts]), torch.cat([part.scale for part in parts])
     return PackedWeight(qdata, scale, torch.cat(zero_points) if zero_points else None, None)
@@ -69,8 +75,7 @@ def _rows_at_a_time(K: int) -> int:
     return max(_CHUNK // K, 1)
 
 
-def _unpack(kind: str, rows: Tensor, K: int) -> PackedWeight:
-    known = TYPES[kind]
+def _unpack(known: Type, rows: Tensor, K: int) -> PackedWeight:
     codes, scale, zero_point = known.decode(rows.view(rows.shape[0], -1, known.nbytes))
     format = FORMATS[known.quant.format]
     zero = 0 if codes.dtype == torch.int8 else 2 ** (format.bits - 1)
@@ -79,10 +84,10 @@ def _unpack(kind: str, rows: Tensor, K: int) -> PackedWeight:
         return expand_scale(values, len(codes), K, known.quant.columns_per_scale(K)).expand_as(codes)
 
     if known.quant.format != "mxfp4" and bool((empty := scale == 0).any()):
-        # All weights of the group are 0: so they are with codes of 0 and any scale; ours are never 0.
-        filler = zero if zero_point is None else expanded(zero_point)
+        # All weights of the group are 0, or its minimum: so they are with codes of 0 and any scale; ours are never 0.
+        filler = zero if zero_point is None else 0 if known.quant.has_float_zeros else expanded(zero_point)
         codes = torch.where(expanded(empty), filler, codes)
-        scale = torch.where(empty, 1.0, scale)
+        scale = torch.where(empty, unused_scale(scale.dtype) if known.quant.has_float_zeros else 1.0, scale)
     if codes.dtype == torch.int8 and bool((negative := scale < 0).any()):  # which int8 has not
         negative = expanded(negative)
         if bool((codes[negative] == -128).any()):
@@ -118,11 +123,22 @@ def _q4_1(blocks: Tensor) -> Codes:
     return Codes(_nibbles(blocks[..., 4:]).flatten(1), scale, zeros.to(torch.uint8))
 
 
+def _q4_1_with_minima(blocks: Tensor) -> Codes:
+    return Codes(_nibbles(blocks[..., 4:]).flatten(1), _half(blocks, 0), _half(blocks, 2))
+
+
+def _fives(blocks: Tensor, at: int) -> Tensor:
+    """Return 5-bit codes [N, 32 blocks] int8 of four bytes of highest bits at a byte of each block, and nibbles."""
+    high = (blocks[..., at : at + 4, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2)
+    return (_nibbles(blocks[..., at + 4 :]) | high << 4).view(torch.int8).flatten(1)
+
+
 def _q5_0(blocks: Tensor) -> Codes:
-    places = torch.arange(8, dtype=torch.uint8)
-    high = (blocks[..., 2:6, None] >> places & 1).flatten(-2)
-    codes = (_nibbles(blocks[..., 6:]) | high << 4).view(torch.int8) - 16
-    return Codes(codes.flatten(1), _half(blocks, 0))
+    return Codes(_fives(blocks, 2) - 16, _half(blocks, 0))
+
+
+def _q5_1(blocks: Tensor) -> Codes:
+    return Codes(_fives(blocks, 4), _half(blocks, 0), _half(blocks, 2))
 
 
 def _q8_0(blocks: Tensor) -> Codes:
@@ -134,6 +150,30 @@ def _mxfp4(blocks: Tensor) -> Codes:
         _nibbles(blocks[..., 1:]).flatten(1),
         _viewed(blocks[..., 0], torch.float8_e8m0fnu),
     )
+
+
+def _q2_k(blocks: Tensor) -> Codes:
+    both, pairs = blocks[..., :16], blocks[..., 16:80].unflatten(-1, (2, 1, 32))
+    codes = (pairs >> torch.arange(0, 8, 2, dtype=torch.uint8)[:, None] & 3).flatten(-3)
+    return Codes(codes.flatten(1), _products(blocks, 80, both & 15), -_products(blocks, 82, both >> 4))
+
+
+def _q4_k(blocks: Tensor) -> Codes:
+    return Codes(_nibbles(blocks[..., 16:].unflatten(-1, (4, 32))).flatten(1), *_scales_and_minima(blocks))
+
+
+def _q5_k(blocks: Tensor) -> Codes:
+    low = _nibbles(blocks[..., 48:].unflatten(-1, (4, 32))).flatten(-2)
+    high = (blocks[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1).flatten(-2)
+    return Codes((low | high << 4).view(torch.int8).flatten(1), *_scales_and_minima(blocks))
+
+
+def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scales and minima [N, 8 blocks] of Q4_K and Q5_K, of two fp16 numbers and 16 integers of 6 bits."""
+    first, second, low = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
+    factors = torch.cat([first & 63, low & 15 | first >> 6 << 4], -1)
+    of_minima = torch.cat([second & 63, low >> 4 | second >> 6 << 4], -1)
+    return _products(blocks, 0, factors), -_products(blocks, 2, of_minima)
 
 
 def _q3_k(blocks: Tensor) -> Codes:
@@ -178,17 +218,27 @@ def _group(format: str, size: int, dtype: str, symmetric: bool = True) -> Tensor
     return TensorQuant(format, "group", size, symmetric, dtype)
 
 
+def _with_minima(format: str, size: int, dtype: str) -> TensorQuant:
+    return TensorQuant(format, "group", size, False, dtype, zero_point_dtype=dtype)
+
+
 TYPES = {
     "Q4_0": Type(32, 18, _group("int4", 32, "float16"), _q4_0),
     "Q4_1": Type(32, 20, _group("int4", 32, "float16", symmetric=False), _q4_1),
     "Q5_0": Type(32, 22, _group("int8", 32, "float16"), _q5_0),
+    "Q5_1": Type(32, 24, _with_minima("int8", 32, "float16"), _q5_1),
     "Q8_0": Type(32, 34, _group("int8", 32, "float16"), _q8_0),
     "MXFP4": Type(32, 17, _group("mxfp4", 32, "float8_e8m0fnu"), _mxfp4),
+    "Q2_K": Type(256, 84, _with_minima("int2", 16, "float32"), _q2_k),
     "Q3_K": Type(256, 110, _group("int3", 16, "float32"), _q3_k),
+    "Q4_K": Type(256, 144, _with_minima("int4", 32, "float32"), _q4_k),
+    "Q5_K": Type(256, 176, _with_minima("int8", 32, "float32"), _q5_k),
     "Q6_K": Type(256, 210, _group("int8", 16, "float32"), _q6_k),
     "IQ4_NL": Type(32, 18, _group("int8", 32, "float16"), _iq4_nl),
     "IQ4_XS": Type(256, 136, _group("int8", 32, "float32"), _iq4_xs),
 }
+# What holds the blocks of a type whose values are not those of its quantization above.
+OTHERWISE = {"Q4_1": Type(32, 20, _with_minima("int4", 32, "float16"), _q4_1_with_minima)}
 
 
 def type_for(scheme: LinearScheme, K: int) -> str:
@@ -200,8 +250,11 @@ def type_for(scheme: LinearScheme, K: int) -> str:
         )
     if scheme.sparsity is not None:
         raise Inexpressible(f"{scheme.sparsity} sparsity has no type in GGUF")
-    if quant == TYPES["Q6_K"].quant and K % TYPES["Q6_K"].size == 0:  # as an import has them
-        return "Q6_K"
+    for kind in _WRITTEN_IN_256:
+        if quant == TYPES[kind].quant and K % TYPES[kind].size == 0:  # as an import has them
+            return kind
+    if quant.has_float_zeros and quant != OTHERWISE["Q4_1"].quant:
+        raise Inexpressible(f"{quant} are written as an import of Q4_1, Q4_K or Q5_K has them only")
     kind = {"int4": "Q4_0" if quant.symmetric else "Q4_1", "int8": "Q8_0", "mxfp4": "MXFP4"}.get(quant.format)
     if kind is None:
         raise Inexpressible(f"{quant.format} is not written: quantize it to int4, int8 or mxfp4")
@@ -217,7 +270,7 @@ def type_for(scheme: LinearScheme, K: int) -> str:
 def pack(kind: str, packed: PackedWeight, quant: TensorQuant, K: int) -> Tensor:
     """Return a weight [N, K] as rows of blocks, uint8 [N, bytes], of the type that `type_for` gives.
 
-    Raises Inexpressible if a scale is no fp16 number.
+    Raises Inexpressible if a scale, or a zero point times it, is no number of that type.
     """
     N, count = packed.qdata.shape[0], _rows_at_a_time(K)
     parts: list[Tensor] = []
@@ -234,8 +287,8 @@ def pack(kind: str, packed: PackedWeight, quant: TensorQuant, K: int) -> Tensor:
 
 def _pack(kind: str, packed: PackedWeight, quant: TensorQuant, K: int) -> Tensor:
     codes = FORMATS[quant.format].unpack(packed.qdata, K)
-    if kind == "Q6_K":
-        return _to_q6_k(codes, packed.scale)
+    if kind in _WRITTEN_IN_256:
+        return _WRITTEN_IN_256[kind](codes, packed)
     N, scale = codes.shape[0], packed.scale
     codes = codes.reshape(N, K // BLOCK, BLOCK)
 
@@ -250,7 +303,8 @@ def _pack(kind: str, packed: PackedWeight, quant: TensorQuant, K: int) -> Tensor
         exact = scale.double() if packed.global_scale is None else scale.double() * packed.global_scale.double()
         heads = [_halves(of_blocks(exact))]
         if packed.zero_point is not None:
-            heads.append(_halves(of_blocks(-exact * packed.zero_point), _MINIMA))
+            minima = packed.zero_point.double() if quant.has_float_zeros else -exact * packed.zero_point
+            heads.append(_halves(of_blocks(minima), _MINIMA))
     body = codes.view(torch.uint8) if kind == "Q8_0" else codes[..., :16] | codes[..., 16:] << 4
     return torch.cat([*heads, body], -1).flatten(1)
 
@@ -263,12 +317,42 @@ def _halves(exact: Tensor, reason: str = _SCALES) -> Tensor:
     return _viewed(stored, torch.uint8).view(*exact.shape, 2)
 
 
-def _to_q6_k(codes: Tensor, scale: Tensor) -> Tensor:
+def _to_q4_k(codes: Tensor, packed: PackedWeight) -> Tensor:
+    q = codes.view(-1, 8, 32)
+    heads = _heads(q, packed.scale.double().view(-1, 8), packed)
+    pairs = q.view(-1, 4, 2, 32)
+    return torch.cat([heads, (pairs[:, :, 0] | pairs[:, :, 1] << 4).flatten(1)], -1).view(len(codes), -1)
+
+
+def _to_q5_k(codes: Tensor, packed: PackedWeight) -> Tensor:
+    # A block has codes from 0 to 31, or, turned, from -31 to 0 with negative scales.
+    turn = torch.where((codes.view(-1, 256) < 0).any(1), -1, 1).to(torch.int8)[:, None]
+    q = (codes.view(-1, 256) * turn).view(torch.uint8).view(-1, 8, 32)
+    if bool((q > 31).any()):
+        raise Inexpressible("its codes have more than 5 bits: with zero points they are written as Q5_K only")
+    heads = _heads(q, packed.scale.double().view(-1, 8) * turn, packed)
+    pairs, high = (q & 15).view(-1, 4, 2, 32), (q >> 4) << torch.arange(8, dtype=torch.uint8)[:, None]
+    body = [high.sum(1, dtype=torch.uint8), (pairs[:, :, 0] | pairs[:, :, 1] << 4).flatten(1)]
+    return torch.cat([heads, *body], -1).view(len(codes), -1)
+
+
+def _heads(q: Tensor, scale: Tensor, packed: PackedWeight) -> Tensor:
+    """Return the first 16 bytes of blocks of Q4_K or Q5_K with codes [blocks, 8, 32] and scales [blocks, 8]."""
+    assert packed.zero_point is not None
+    unit, scales = _factored(torch.where((q == 0).all(-1), 0.0, scale), 63)
+    least, minima = _factored(-packed.zero_point.double().view(-1, 8), 63)
+    scales, minima = scales.to(torch.uint8), minima.to(torch.uint8)
+    first, second = (part[:, :4] | part[:, 4:] >> 4 << 6 for part in (scales, minima))
+    low = scales[:, 4:] & 15 | minima[:, 4:] << 4
+    return torch.cat([_halves(unit), _halves(least), first, second, low], -1)
+
+
+def _to_q6_k(codes: Tensor, packed: PackedWeight) -> Tensor:
     """Return int8 codes [N, K] with fp32 scales of 16 as rows of Q6_K. Raises Inexpressible if they are others."""
     N, K = codes.shape
-    q, s = codes.view(-1, 16, 16), scale.double().view(-1, 16)
+    q, s = codes.view(-1, 16, 16), packed.scale.double().view(-1, 16)
     s = torch.where((q == 0).all(-1), 0.0, s)
-    unit, factors = _factored(s)
+    unit, factors = _factored(s, 128)
     # A group has codes from -32 to 31, or, turned, from -31 to 32 with a negative factor. Factors end at -128 and 127.
     is_low, is_high, is_largest = (q == -32).any(-1), (q == 32).any(-1), factors == 128
     unit = torch.where((is_largest & is_low).any(-1), -unit, unit)
@@ -285,23 +369,28 @@ def _to_q6_k(codes: Tensor, scale: Tensor) -> Tensor:
     return torch.cat([pairs, fours, factors.view(torch.uint8), _halves(unit)], -1).view(N, -1)
 
 
-def _factored(scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Return fp64 scales [blocks, 16], none negative, as (fp16 numbers in fp64 [blocks], integers up to 128).
+# Types of which a block of 256 weights has fp16 numbers and integers for its groups.
+_WRITTEN_IN_256 = {"Q4_K": _to_q4_k, "Q5_K": _to_q5_k, "Q6_K": _to_q6_k}
 
-    Raises Inexpressible if there are none: the largest scale is such a number times an integer, which is searched.
+
+def _factored(scale: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Return fp64 scales [blocks, n] as (fp16 numbers in fp64 [blocks], integers from 0 to `most`).
+
+    Raises Inexpressible if there are none: the largest scale is such a number times an integer, which is searched. All
+    scales of a block have one sign.
     """
+    sign = torch.where((scale < 0).any(1), -1.0, 1.0)
+    scale = scale * sign[:, None]
     largest, found, factors = scale.amax(1), torch.zeros(len(scale), dtype=torch.float64), torch.zeros_like(scale)
-    left = torch.nonzero(largest > 0).flatten()
-    for factor in range(128, 0, -1):
+    left = torch.nonzero((scale != 0).any(1)).flatten()
+    for factor in range(most, 0, -1):
         if left.numel() == 0:
             break
         unit = (largest[left] / factor).half().double()
         times = scale[left] / torch.where(unit == 0, 1.0, unit)[:, None]
-        exact = (unit > 0) & (times == times.round()).all(1) & (times.amax(1) == factor)
+        exact = (unit > 0) & (times == times.round()).all(1) & (times.amax(1) == factor) & (times >= 0).all(1)
         found[left[exact]], factors[left[exact]] = unit[exact], times[exact]
         left = left[~exact]
     if left.numel():
-        raise Inexpressible(
-            "the scales of 256 weights are no fp16 number times integers: as Q6_K they would be rounded"
-        )
-    return found, factors
+        raise Inexpressible("the scales of 256 weights are no fp16 number times integers: they would be rounded")
+    return found * sign, factors

@@ -19,7 +19,7 @@ from hf_quant.convert.compressed_tensors.schemes import Inexpressible
 from hf_quant.convert.files import PICKLES, check_out, empty_model, read_config, staged, write_config
 from hf_quant.convert.foreign import Foreign, ForeignWeight, write_foreign
 from hf_quant.convert.gguf.architectures import ARCHITECTURES, FACTORS, Architecture, complete_
-from hf_quant.convert.gguf.blocks import TYPES, unpack
+from hf_quant.convert.gguf.blocks import OTHERWISE, TYPES, Type, unpack
 from hf_quant.convert.gguf.card import copy_licences, original_card
 from hf_quant.convert.gguf.files import PLAIN, Gguf, GgufTensors
 from hf_quant.convert.gguf.vocabulary import save_tokenizer
@@ -193,12 +193,12 @@ def _weights(
         if len(file.shape(own)) != 2:
             raise ValueError(f"{own} is {kind} of the shape {list(file.shape(own))}; only matrices are in blocks")
         module, (N, K) = name.removesuffix(".weight"), file.shape(own)
-        reason = _reason(kind, plain, name, K)
-        if reason is None:
-            scheme = LinearScheme(TYPES[kind].quant)
-            if 8 * TYPES[kind].nbytes / TYPES[kind].size < _bits(scheme) - 0.1:
+        known = _type_of(kind, plain, name, K)
+        if known is not None:
+            scheme = LinearScheme(known.quant)
+            if 8 * known.nbytes / known.size < _bits(scheme) - 0.1:
                 larger[kind] = larger.get(kind, 0) + 1
-            weights.append(ForeignWeight(module, scheme, (N, K), (name,), partial(_exact, plain, name, kind, K)))
+            weights.append(ForeignWeight(module, scheme, (N, K), (name,), partial(_exact, plain, name, known, K)))
         elif fields is not None:
             scheme, algorithm = resolve_scheme(fields, model.dtype)
             if scheme != LinearScheme(scheme.weight):
@@ -206,15 +206,16 @@ def _weights(
             weights.append(
                 ForeignWeight(module, scheme, (N, K), (name,), partial(_rounded, plain, name, scheme, algorithm))
             )
-        refused.setdefault(reason or "", []).append(own)
-    exact = refused.pop("", [])
+        if known is None:
+            reason = f"no format of hf_quant holds {kind} exactly, which has a grid of its own"
+            refused.setdefault(reason, []).append(own)
     if refused and fields is None:
         reasons = "; ".join(f"{first_few(found, 2)}: {reason}" for reason, found in refused.items())
         raise ValueError(
             f"{reasons}. Nothing is rounded again unless you ask for it: requantize='int8' "
             "(--requantize int8) decodes these weights and quantizes them"
         )
-    if not exact and not refused:
+    if not weights and not refused:
         raise ValueError("none of its tensors is quantized: quantize it by from_pretrained(..., gguf_file=...)")
     why = "no format of its bits holds them exactly"
     notes = [f"weights of {kind} take more bytes than in the file: {why} ({n})" for kind, n in larger.items()]
@@ -232,22 +233,20 @@ def _bits(scheme: LinearScheme) -> float:
     return 8 * sum(info.nbytes for info in expected_tensors(scheme, {"weight": (1, 256)}).values()) / 256
 
 
-def _reason(kind: str, plain: GgufTensors, name: str, K: int) -> str | None:
-    """Return the reason why a tensor of a type has no exact form, or None."""
-    if kind not in TYPES:
-        return f"no format of hf_quant holds {kind} exactly, which has a minimum or a grid of its own"
-    if kind == "Q4_1":  # it depends on the values
+def _type_of(kind: str, plain: GgufTensors, name: str, K: int) -> Type | None:
+    """Return the form of a tensor of a type, None if it has no exact one."""
+    if kind in OTHERWISE:  # it depends on the values
         try:
-            unpack(kind, plain.read(name), K)
-        except Inexpressible as reason:
-            return f"{kind}: {reason}"
-    return None
+            unpack(TYPES[kind], plain.read(name), K)
+        except Inexpressible:
+            return OTHERWISE[kind]
+    return TYPES.get(kind)
 
 
-def _exact(plain: GgufTensors, name: str, kind: str, K: int) -> PackedWeight:
+def _exact(plain: GgufTensors, name: str, known: Type, K: int) -> PackedWeight:
     """Read a weight whose type has an exact form."""
     try:
-        return unpack(kind, plain.read(name), K)
+        return unpack(known, plain.read(name), K)
     except Inexpressible as reason:
         raise ValueError(f"{name}: {reason}") from None
 

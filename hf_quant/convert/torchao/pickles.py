@@ -76,6 +76,7 @@ _ENUMS = {
     "MappingType": {1: "SYMMETRIC", 2: "SYMMETRIC_NO_CLIPPING_ERR", 3: "ASYMMETRIC"},
     "ZeroPointDomain": {1: "INT", 2: "FLOAT", 3: "NONE"},
 }
+_CODES = dict.fromkeys(("int_data", "float8_data", "packed_weight"), "qdata")  # their names in older releases
 _PLAIN = ("PlainAQTTensorImpl", "QDQTensorImpl")
 _WITH_INPUT = "LinearActivationQuantizedTensor"
 _FILES = ("pytorch_model", "diffusion_pytorch_model", "model")
@@ -222,9 +223,10 @@ def _described(value: _Subclass) -> tuple[str, dict[str, Any], dict[str, Tensor]
     impl = own.pop("tensor_impl", None)
     if isinstance(impl, _Subclass):
         kind = kind if type(impl).kind in _PLAIN else type(impl).kind
-        own |= {{"int_data": "qdata", "float8_data": "qdata"}.get(k, k): v for k, v in impl.__dict__.items()}
+        own |= {_CODES.get(k, k): v for k, v in impl.__dict__.items()}
     tensors = {name: part for name, part in own.items() if type(part) is Tensor}
-    return kind, {name: _field(part) for name, part in own.items() if name not in tensors}, tensors
+    fields = {name: _field(part) for name, part in own.items() if name not in tensors}
+    return kind, {"shape": list(value.shape), **fields}, tensors
 
 
 def _field(value: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Read torchao's tensor subclasses: integers with one byte each, fp8, mxfp8, mxfp4 and nvfp4.
+"""Read torchao's tensor subclasses: integers, fp8, mxfp8, mxfp4 and nvfp4.
 
-Weights are (qdata - zero_point) * scale, in blocks of `block_size`
+Weights are (qdata - zero_point) * scale, in blocks of `block_size`; for others of int4 see `int4`
 (https://github.com/pytorch/ao/tree/main/torchao/quantization/quantize_/workflows).
 """
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_quant.algorithms import PackedWeight
+from hf_quant.algorithms import PackedWeight, unused_scale
 from hf_quant.checkpoint import TensorInfo, shorten
 from hf_quant.convert.files import TensorFiles
 from hf_quant.convert.foreign import Foreign, ForeignWeight
@@ -24,20 +24,20 @@ from hf_quant.convert.layers import (
     tensor_info,
     without_zero_scales,
 )
+from hf_quant.convert.torchao.int4 import PAIRS, TILES, int4_pairs, int4_tiles
 from hf_quant.convert.torchao.pickles import PickledFiles
 from hf_quant.convert.torchao.records import Record, stored_records
 from hf_quant.formats import FORMATS
 from hf_quant.scheme import BLOCK_SIZE, LinearScheme, TensorQuant
 
 
-_FLOAT_ZERO = "its zero points are floating-point numbers, which no grid of hf_quant has"
-_REFUSED = {
-    **dict.fromkeys(("Int4TilePackedTo4dTensor", "TensorCoreTiledAQTTensorImpl", "Int4Tensor"), _FLOAT_ZERO),
-    **dict.fromkeys(("Int4CPUAQTTensorImpl", "Int4OpaqueTensor"), _FLOAT_ZERO),
-    **dict.fromkeys(
-        ("Int4PreshuffledTensor", "Int4PlainInt32Tensor"), "its codes are in the order of a device's kernels"
+_REFUSED = dict.fromkeys(
+    (
+        *("Int4PreshuffledTensor", "Int4PlainInt32Tensor", "Int4OpaqueTensor"),
+        "Int4CPUAQTTensorImpl",
     ),
-}
+    "its codes are in the order of a device's kernels",
+)
 _INT_FORMATS = {
     **{"int1": "int2", "int2": "int2", "int3": "int3", "int4": "int4"},
     **dict.fromkeys(("int5", "int6", "int7", "int8"), "int8"),  # torchao stores a byte for each
@@ -98,6 +98,9 @@ def _classify(record: Record) -> _Weight:
         return _Weight(record, "", None if given is None else _FP8_INPUT, notes)
     if record.kind in ("MXTensor", "NVFP4Tensor"):
         return _Weight(record, "", None, () if given is None else (_IN_16_BIT,))
+    if record.kind in (PAIRS, *TILES):
+        in_fp8 = fields.get("activation_dtype") == "float8_e4m3fn"
+        return _Weight(record, "int4", None, (_IN_16_BIT,) if in_fp8 else ())
     bounds = (fields.get("quant_min"), fields.get("quant_max"))  # of older releases
     target = str(fields.get("target_dtype") or _BOUNDS.get(bounds, "int8"))
     if target not in _INT_FORMATS:
@@ -175,24 +178,32 @@ def _integers(files: TensorFiles, weight: _Weight) -> ForeignWeight:
     record, spec = weight.record, FORMATS[weight.format].spec
     domain = record.fields.get("zero_point_domain")
     if isinstance(domain, dict) and domain.get("_data") == "FLOAT":
-        raise ValueError(f"{record.module} is of torchao, and {_FLOAT_ZERO}")
+        raise ValueError(f"{record.module} has zero points of a domain that only releases before 0.15 have")
     middle = 2 ** (spec.bits - 1)
     zeros = _zero_points(files, weight, info)
-    if zeros is not None and not spec.is_packed:
-        raise ValueError(f"{weight.key('zero_point')} is not 0; {weight.format} has no zero point in hf_quant")
-    if zeros is not None and bool((zeros.min() < -middle) | (zeros.max() >= middle)):
-        raise ValueError(f"{weight.key('zero_point')} has zero points outside of the codes of {weight.format}")
-    quant = TensorQuant(weight.format, granularity, size, zeros is None, str(info.dtype).removeprefix("torch."))
+    are_codes = zeros is None or not bool((zeros < -middle).any() | (zeros >= middle).any() | (zeros % 1 != 0).any())
+    kind = "uint8" if zeros is None or (are_codes and spec.is_packed) else "float32"
+    scale_dtype = str(info.dtype).removeprefix("torch.")
+    quant = TensorQuant(weight.format, granularity, size, zeros is None, scale_dtype, zero_point_dtype=kind)
 
     spread = partial(_spread, rows=-(-N // rows_of_scale(N, granularity)), columns=-(-K // columns))
 
     def unpack() -> PackedWeight:
         rows = rows_of_scale(N, granularity)
         codes, scale = files.read(weight.key("qdata")), spread(files.read(weight.key("scale")))
+        offsets = None
+        if zeros is not None and quant.has_float_zeros:
+            lowest = middle if spec.is_packed else 0
+            offsets = (spread(zeros) + lowest).mul_(scale.double()).neg_().float()
+        unused = 1.0 if offsets is None else unused_scale(scale.dtype)
         if not spec.is_packed:
-            return PackedWeight(*without_zero_scales(codes, scale, columns, rows=rows), None, None)
+            return PackedWeight(*without_zero_scales(codes, scale, columns, rows=rows, unused=unused), offsets, None)
         if bool((codes.min() < -middle) | (codes.max() >= middle)):
             raise ValueError(f"{weight.key('qdata')} has codes outside of {weight.format}")
+        if offsets is not None:
+            unsigned = (codes + middle).view(torch.uint8)
+            unsigned, scale = without_zero_scales(unsigned, scale, columns, rows=rows, unused=unused)
+            return PackedWeight(FORMATS[weight.format].pack(unsigned), scale, offsets, None)
         zero_point = None if zeros is None else spread((zeros + middle).to(torch.uint8))
         unsigned = (codes + middle).view(torch.uint8)
         zero = middle if zero_point is None else zero_point
@@ -203,17 +214,23 @@ def _integers(files: TensorFiles, weight: _Weight) -> ForeignWeight:
 
 
 def _zero_points(files: TensorFiles, weight: _Weight, scale: TensorInfo) -> Tensor | None:
-    """Return the zero points of a weight as int64, or None if all are 0. Raises ValueError on fractions."""
+    """Return the zero points of a weight in fp64, or None if all are 0."""
     if "zero_point" not in weight.record.parts:
         return None
     key = weight.key("zero_point")
     info = tensor_info(files, key, (*FLOATS, torch.int8, torch.int32, torch.int64))
     if prod(info.shape) != prod(scale.shape):
         raise ValueError(f"{key} is {info} beside scales of {scale}")
-    stored = files.read(key)
-    if stored.is_floating_point() and not bool((stored == stored.round()).all()):
-        raise ValueError(f"{key} has fractions: {_FLOAT_ZERO}")
-    return stored.long() if bool(stored.any()) else None
+    stored = files.read(key).double()
+    if not bool(stored.isfinite().all()):
+        raise ValueError(f"{key} has NaN or inf; needs finite zero points")
+    return stored if bool(stored.any()) else None
+
+
+def _int4(files: TensorFiles, weight: _Weight) -> ForeignWeight:
+    """Int4Tensor, and Int4TilePackedTo4dTensor or what it was called before."""
+    quant, shape, unpack = (int4_tiles if weight.record.kind in TILES else int4_pairs)(files, weight.record)
+    return _foreign(files, weight, quant, shape, unpack)
 
 
 def _fp8(files: TensorFiles, weight: _Weight) -> ForeignWeight:
@@ -306,6 +323,7 @@ _KINDS = {
     "AffineQuantizedTensor": _integers,
     "Float8Tensor": _fp8,
     "Float8AQTTensorImpl": _fp8,
+    **dict.fromkeys((PAIRS, *TILES), _int4),
     "MXTensor": _mx,
     "NVFP4Tensor": _nvfp4,
 }

@@ -249,16 +249,20 @@ def level_block(qdata: Tensor, spec: CodeSpec, K: int, dtype: torch.dtype, n: in
 def weight_block(w: Weight, factor: Tensor, dtype: torch.dtype, n: int) -> Block:
     """(value - zero point) * factor [n, K] in bf16, fp32 (fp16); factor (bf16 or fp32) [N, G] is w's scales, expanded.
 
+    A floating-point zero point is added to code * factor instead.
+
     In fp32 and rounded once, as the reference does it; but in bf16 if factor is bf16 (the product of two rounded
     numbers instead of one rounding), for symmetric codes only.
     """
     compute = dtype if factor.dtype == dtype and w.zero_point is None else torch.float32
     levels = level_block(w.qdata, w.spec, w.K, compute, n, signed=w.zero_point is None)
     steps = [levels.fill]
-    if w.zero_point is not None:
-        zero_point = expand_rows(w.zero_point, w.N).float()
+    zero_point = None if w.zero_point is None else expand_rows(w.zero_point, w.N).float()
+    if zero_point is not None and not w.has_float_zeros:
         steps.append(column_scaler(levels.rows, zero_point, w.group_size, Tensor.sub_))
     steps.append(column_scaler(levels.rows, factor.to(compute), w.group_size))
+    if zero_point is not None and w.has_float_zeros:
+        steps.append(column_scaler(levels.rows, zero_point, w.group_size, Tensor.add_))
     out = levels.rows
     if compute != dtype:
         out = scratch("block", (n, w.K), dtype)

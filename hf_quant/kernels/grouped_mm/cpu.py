@@ -4,6 +4,8 @@ The native kernels take all experts in one call, whose tasks are shared by the t
 by the paths of one product.
 """
 
+from functools import partial
+
 from torch import Tensor
 
 from hf_quant.kernels import native
@@ -13,11 +15,18 @@ from hf_quant.kernels.dispatch import implements
 from hf_quant.kernels.grouped_mm import op
 from hf_quant.kernels.scaled_mm.cpu import INT8_PATH, dynamic_product
 from hf_quant.kernels.weight import Weight, takes_weight
+from hf_quant.kernels.weight_only.by_parts import by_parts
 from hf_quant.kernels.weight_only.cpu import product_backward
+
+
+def _knows(x: Tensor, w: Weight, bias: Tensor | None, offsets: Tensor, *, activation: str | None) -> bool:
+    """True if the native kernels take floating-point zero points."""
+    return activation is None and native.serves(w, x.dtype)
 
 
 @implements(op.grouped_mm, "CPU", paths=(NATIVE_PATH, INT8_PATH, *PATHS[1:]))
 @takes_weight(op.check, transforms=True, quantizes=True)
+@partial(by_parts, knows=_knows)
 def grouped_mm_cpu(x: Tensor, w: Weight, bias: Tensor | None, offsets: Tensor, *, activation: str | None) -> Tensor:
     """Compute `grouped_mm_reference`. M in the paths is the number of rows of one expert."""
     x = as_rows(x)

@@ -59,6 +59,7 @@ from hf_quant.kernels.rowwise.op import quantize_rowwise, quantize_static
 from hf_quant.kernels.scaled_mm.gpu import codes_unsupported_reason, supports_scaled
 from hf_quant.kernels.scaled_mm.op import dynamic_mm
 from hf_quant.kernels.weight import Weight, takes_weight
+from hf_quant.kernels.weight_only.by_parts import by_parts
 from hf_quant.kernels.weight_only.gpu import (
     batch_of,
     choose_row,
@@ -398,6 +399,7 @@ _hadamard = direct(hadamard)
 @implements(grouped_mm, "XPU", SCALED + FUSED + LOOP)
 @implements(grouped_mm, "CUDA", SCALED + FUSED + HOPPER + LOOP)
 @takes_weight(check, transforms=True, quantizes=True)
+@by_parts
 def grouped_mm_gpu(x: Tensor, w: Weight, bias: Tensor | None, offsets: Tensor, *, activation: str | None) -> Tensor:
     """Compute `grouped_mm_reference`; weights are rounded to x's dtype if they are scaled before the product.
 

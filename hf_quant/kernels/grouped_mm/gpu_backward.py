@@ -32,6 +32,7 @@ from hf_quant.kernels.gpu.rows import rows_of_tile
 from hf_quant.kernels.grouped_mm.gpu import FUSED, LOOP
 from hf_quant.kernels.grouped_mm.op import grouped_mm_backward, rows_of_experts
 from hf_quant.kernels.weight import Weight, takes_weight
+from hf_quant.kernels.weight_only.by_parts import by_parts_backward
 from hf_quant.kernels.weight_only.op import weight_only_mm_backward
 
 
@@ -189,6 +190,7 @@ def _fused_backward(grad: Tensor, w: Weight, offsets: Tensor, target: Target) ->
 @implements(grouped_mm_backward, "XPU", FUSED + LOOP)
 @implements(grouped_mm_backward, "CUDA", FUSED + LOOP)
 @takes_weight(K_is_option=True)
+@by_parts_backward
 def grouped_mm_backward_gpu(grad: Tensor, w: Weight, offsets: Tensor) -> Tensor:
     """Compute `grouped_mm_backward_reference`; weights are rounded to grad's dtype before the product."""
     if unavailable_reason(grad.device) is None and grad.numel() * w.K > 0 and undecodable_reason(w.spec) is None:

@@ -16,6 +16,7 @@ from hf_quant.kernels.native.extension import active, features, instruction_sets
 from hf_quant.kernels.native.optimizer import adam_step_, requantize_rows_
 from hf_quant.kernels.native.pages import page_size, use_huge_pages
 from hf_quant.kernels.native.products import (
+    decodes,
     dequantize,
     prepared,
     product,
@@ -58,6 +59,7 @@ __all__ = [
     "use_huge_pages",
     "scale_sums",
     "scales_sums",
+    "decodes",
     "serves",
     "takes_int8",
     "transform_rows",

@@ -77,9 +77,10 @@ class Block:
 
         `by_experts`: x is the result of `route`, or made of it row by row; w and bias are those of the experts.
         """
-        self.held.append(w.input_diagonal)
+        weight, held = prepare(w)
+        self.held.extend(held)
         mode = compute_mode(self.dtype, integer=integer)
-        self._steps.append((prepare(w), _PRODUCT, x, -1, -1, to, *self._held(bias), mode, by_experts))
+        self._steps.append((weight, _PRODUCT, x, -1, -1, to, *self._held(bias), mode, by_experts))
 
     def norm(
         self,

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hf_quant.kernels import prepack
+from hf_quant.kernels import float_zeros, prepack
 from hf_quant.kernels.codes import CodeSpec
 from hf_quant.kernels.native.arguments import DTYPES, INPUTS, UNIT, knows, weight_arguments
 from hf_quant.kernels.native.extension import active, module, unavailable_reason
@@ -24,6 +24,7 @@ from hf_quant.kernels.weight import Weight
 _BY_F32, _BY_BF16, _BY_INT8 = 0, 1, 2
 # Names of this module are found faster than attributes of others.
 _matmul, _num_threads = getattr(module, "matmul", None), torch.get_num_threads
+_OFFSET_LANES = 16  # kOffsetLanes of src/offsets.h
 _MAX_EXACT_K = 65536  # sums of int8 products stay within int32
 _FIT = {bits: f"zero points fit {bits} bits" for bits in range(1, 9)}
 
@@ -51,16 +52,24 @@ def serves(w: Weight, dtype: torch.dtype, *, int8: bool = False) -> bool:
     """True if products with x of `dtype` (`int8`: with its rows in int8) are computed here for this very weight.
 
     `unsupported_reason` returns None, the extension knows the dtype of the scales, and every zero point is a code,
-    which is checked once for a tensor.
+    which is checked once for a tensor. With floating-point zero points x must neither be transformed nor quantized on
+    the way.
     """
     if unsupported_reason(w.spec, dtype, w.K, w.group_size, int8=int8) is not None or w.scale.dtype not in DTYPES:
         return False
     bits = w.spec.bits
+    if w.has_float_zeros:
+        return w.input_diagonal is None
     return w.zero_point is None or prepack.constant(_FIT[bits], w.zero_point, _all_codes, bits, w.zero_point)
 
 
 def _all_codes(bits: int, zero_point: Tensor) -> bool:
     return zero_point.numel() == 0 or int(zero_point.max()) < 2**bits
+
+
+def decodes(w: Weight, dtype: torch.dtype) -> bool:
+    """True if this very weight can be dequantized here to `dtype`."""
+    return not w.has_float_zeros and serves(w, dtype)
 
 
 def takes_int8(spec: CodeSpec) -> bool:
@@ -77,7 +86,7 @@ def prepared(w: Weight, *, integer: bool = False) -> Callable[..., Tensor]:
     end give zeros. `out_dtype`: any, None for that of x; what the extension does not know is rounded from fp32. The
     caller has checked everything, and asked `serves`.
     """
-    N, K, diagonal, weight = w.N, w.K, w.input_diagonal, prepare(w)
+    N, K, (weight, held) = w.N, w.K, prepare(w)
 
     def run(
         x: Tensor,
@@ -86,7 +95,7 @@ def prepared(w: Weight, *, integer: bool = False) -> Callable[..., Tensor]:
         row_scale: Tensor | None = None,
         ends: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
-        _diagonal: Tensor | None = diagonal,  # held, as its address is in use
+        _held: tuple[Tensor | None, ...] = held,  # as their addresses are in use
     ) -> Tensor:
         given = x.dtype
         wanted = given if out_dtype is None else out_dtype
@@ -116,10 +125,25 @@ def prepared(w: Weight, *, integer: bool = False) -> Callable[..., Tensor]:
     return run
 
 
-def prepare(w: Weight) -> object:
-    """A contiguous weight for the extension: its addresses, which must not be used after its memory is gone."""
+def prepare(w: Weight) -> tuple[object, tuple[Tensor | None, ...]]:
+    """A contiguous weight for the extension, and tensors to hold: its addresses must not outlive it and these."""
     transform = (0, 0) if w.input_diagonal is None else (w.input_diagonal.data_ptr(), w.input_diagonal.shape[1])
-    return module.prepare(w.N, w.K, *transform, *weight_arguments(w))
+    offsets = _offsets_in_lanes(w) if w.has_float_zeros else None
+    address = 0 if offsets is None else offsets.data_ptr()
+    weight = module.prepare(w.N, w.K, *transform, address, *weight_arguments(float_zeros.symmetric(w)))
+    return weight, (w.input_diagonal, offsets)
+
+
+def _offsets_in_lanes(w: Weight) -> Tensor:
+    """The offsets of 16 rows side by side, fp32 [..., ceil(N / 16), groups, 16]; made once for a weight."""
+    made = prepack.get_or_build("offsets in lanes", w.tensors, _in_lanes, w)
+    return _in_lanes(w) if made is None else made
+
+
+def _in_lanes(w: Weight) -> Tensor:
+    found = float_zeros.offsets_of(w)
+    padded = torch.nn.functional.pad(found, (0, 0, 0, -w.N % _OFFSET_LANES))
+    return padded.unflatten(-2, (-1, _OFFSET_LANES)).transpose(-1, -2).contiguous()
 
 
 def compute_mode(dtype: torch.dtype, *, integer: bool) -> int:

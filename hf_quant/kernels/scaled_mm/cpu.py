@@ -8,6 +8,7 @@ the paths of `cpu.product`, and puts the row scales on the product; a weight of 
 """
 
 import sys
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from hf_quant.kernels.dispatch import Path, Problem, implements
 from hf_quant.kernels.rowwise.cpu import row_codes, scales_of
 from hf_quant.kernels.scaled_mm import op
 from hf_quant.kernels.weight import Weight, takes_weight
+from hf_quant.kernels.weight_only.by_parts import by_parts_of_rows
 
 
 _CHUNK = 2**18  # values of x quantized at a time: temporaries stay in the cache
@@ -54,6 +56,8 @@ INT8_PATH = Path("int8 GEMM (oneDNN)", "any M", _supports_int8)
 @takes_weight(op.check_dynamic, transforms=True, quantizes=True)
 def dynamic_mm_cpu(x: Tensor, w: Weight, bias: Tensor | None, *, activation: str) -> Tensor:
     """Compute `dynamic_mm_reference`; the product of the codes is rounded to bf16 before the row scales for bf16."""
+    if w.has_float_zeros:
+        return op.dynamic_mm_by_rows(x, w, bias, activation)
     y = dynamic_product(as_rows(x), w, None if bias is None else bias.detach(), activation)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
 
@@ -114,8 +118,19 @@ def _torch_product(codes: Tensor, row_scale: Tensor, w: Weight, bias: Tensor | N
     return scaled(product(codes, w, None), row_scale, None, bias, dtype)
 
 
+def _knows(codes: Tensor, row_scale: Tensor, w: Weight, bias: Tensor | None, *, out_dtype: torch.dtype) -> bool:
+    """True if the native kernels take floating-point zero points."""
+    return (
+        codes.numel() > 0
+        and codes.dtype == torch.int8
+        and native.takes_int8(w.spec)
+        and native.serves(w, out_dtype, int8=True)
+    )
+
+
 @implements(op.quantized_mm, "CPU", paths=(NATIVE_PATH, INT8_PATH, *PATHS[1:]))
 @takes_weight(op.check_quantized)
+@partial(by_parts_of_rows, knows=_knows)
 def quantized_mm_cpu(
     codes: Tensor, row_scale: Tensor, w: Weight, bias: Tensor | None, *, out_dtype: torch.dtype
 ) -> Tensor:

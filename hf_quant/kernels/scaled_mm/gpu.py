@@ -63,6 +63,7 @@ from hf_quant.kernels.rowwise.op import quantize_rowwise, quantize_static
 from hf_quant.kernels.scaled_mm import op
 from hf_quant.kernels.scaled_mm.gpu_kernels import _scaled_mm_split_kernel, _scaled_mm_tiles_kernel
 from hf_quant.kernels.weight import Weight, takes_weight
+from hf_quant.kernels.weight_only.by_parts import by_parts_of_rows
 from hf_quant.kernels.weight_only.gpu import DENSE, FUSED, HOPPER, as_rows, dequantized, fused_mm
 
 
@@ -327,6 +328,7 @@ def fp8_scaled_mm_gpu(
 @implements(op.quantized_mm, "XPU", SCALED + FUSED + DENSE)
 @implements(op.quantized_mm, "CUDA", SCALED + FUSED + HOPPER + DENSE)
 @takes_weight(op.check_quantized)
+@by_parts_of_rows
 def quantized_mm_gpu(
     codes: Tensor, row_scale: Tensor, w: Weight, bias: Tensor | None, *, out_dtype: torch.dtype
 ) -> Tensor:
@@ -364,6 +366,8 @@ _quantize_static = direct(quantize_static)
 @takes_weight(op.check_dynamic, transforms=True, quantizes=True)
 def dynamic_mm_gpu(x: Tensor, w: Weight, bias: Tensor | None, *, activation: str) -> Tensor:
     """Compute `dynamic_mm_reference`; a weight that is not multiplied as codes is rounded to the product's dtype."""
+    if w.has_float_zeros:
+        return op.dynamic_mm_by_rows(x, w, bias, activation)
     if w.input_scale is not None:
         rows = _quantize_static(x, w.input_scale, w.input_diagonal, format=activation)
         return _product_of_codes(*rows, w, bias, x.dtype)

@@ -10,8 +10,14 @@ import torch
 from torch import Tensor
 
 from hf_quant.kernels.codes import ROW_FORMATS, row_max
-from hf_quant.kernels.dispatch import define_op
-from hf_quant.kernels.rowwise.op import quantize_rowwise_reference, quantize_static_reference
+from hf_quant.kernels.dispatch import define_op, direct
+from hf_quant.kernels.hadamard.op import hadamard_quantize_rowwise
+from hf_quant.kernels.rowwise.op import (
+    quantize_rowwise,
+    quantize_rowwise_reference,
+    quantize_static,
+    quantize_static_reference,
+)
 from hf_quant.kernels.weight import Weight, takes_weight
 from hf_quant.kernels.weight_only.op import check as check_weight_only
 from hf_quant.kernels.weight_only.op import check_operands, dequantized, transformed
@@ -146,6 +152,19 @@ def dynamic_mm_reference(x: Tensor, w: Weight, bias: Tensor | None, *, activatio
 @takes_weight(check_dynamic, transforms=True, quantizes=True)
 def _dynamic_mm_fake(x: Tensor, w: Weight, bias: Tensor | None, *, activation: str):
     return x.new_empty((*x.shape[:-1], w.N))
+
+
+def dynamic_mm_by_rows(x: Tensor, w: Weight, bias: Tensor | None, activation: str) -> Tensor:
+    """`dynamic_mm` in two steps, for floating-point zero points: both parts need the codes of the rows."""
+    if w.input_scale is not None:
+        rows = direct(quantize_static)(x, w.input_scale, w.input_diagonal, format=activation)
+    elif w.input_diagonal is not None:
+        block = w.input_diagonal.shape[1]
+        rows = direct(hadamard_quantize_rowwise)(x, w.input_diagonal, block_size=block, format=activation)
+    else:
+        rows = direct(quantize_rowwise)(x, format=activation)
+    options = {"format": w.format, "group_size": w.group_size, "out_dtype": x.dtype}
+    return direct(quantized_mm)(*rows, *w.packed, bias, **options)
 
 
 dynamic_mm = define_op("dynamic_mm", dynamic_mm_reference, _dynamic_mm_fake, is_row_by_row=True)

@@ -1,5 +1,7 @@
 """`weight_only_mm`, its backward, and `dequantize` on CPU, by the native kernels or torch (see `cpu.product`)."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,7 @@ from hf_quant.kernels.cpu.rows import as_rows
 from hf_quant.kernels.dispatch import Path, implements
 from hf_quant.kernels.weight import Weight, takes_weight
 from hf_quant.kernels.weight_only import op
+from hf_quant.kernels.weight_only.by_parts import by_parts
 
 
 _BLOCK = 2**20  # weights dequantized at once
@@ -19,6 +22,7 @@ _BLOCK_BACKWARD = 2**22  # larger for the gradient: fewer partial products to ad
 
 @implements(op.weight_only_mm, "CPU", paths=PATHS)
 @takes_weight(op.check, transforms=True)
+@partial(by_parts, knows=lambda x, w, bias: native.serves(w, x.dtype))
 def weight_only_mm_cpu(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
     """Compute `weight_only_mm_reference`; accuracy: `cpu.product`."""
     if bias is not None and bias.requires_grad:
@@ -32,7 +36,7 @@ def weight_only_mm_cpu(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
 def dequantize_cpu(w: Weight, *, dtype: torch.dtype) -> Tensor:
     """Compute `dequantize_reference`, bit for bit, in blocks of rows that stay in the cache."""
     qdata = w.qdata
-    if qdata.dim() <= 3 and qdata.numel() and native.serves(w, dtype):
+    if qdata.dim() <= 3 and qdata.numel() and native.decodes(w, dtype):
         return native.dequantize(w, dtype)
     out = torch.empty(*qdata.shape[:-1], w.K, dtype=dtype)
     if out.numel() == 0:

@@ -75,6 +75,7 @@ from hf_quant.kernels.gpu.launch import (
 from hf_quant.kernels.gpu.ready import Run, make_ready
 from hf_quant.kernels.hadamard.op import hadamard
 from hf_quant.kernels.weight import Weight, takes_weight
+from hf_quant.kernels.weight_only.by_parts import by_parts
 from hf_quant.kernels.weight_only.few import FEW, few_mm
 from hf_quant.kernels.weight_only.gpu_kernels import _weight_only_mm_kernel
 from hf_quant.kernels.weight_only.op import check, dequantize, weight_only_mm, weight_only_mm_backward
@@ -472,6 +473,7 @@ _hadamard = direct(hadamard)
 @implements(weight_only_mm, "XPU", FUSED + DENSE)
 @implements(weight_only_mm, "CUDA", FEW + FUSED + HOPPER + DENSE)
 @takes_weight(check, transforms=True)
+@by_parts
 def weight_only_mm_gpu(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
     """Compute `weight_only_mm_reference`; weights are rounded to x's dtype if they are scaled before the product.
 

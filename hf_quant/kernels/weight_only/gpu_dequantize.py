@@ -119,7 +119,7 @@ def dequantize_gpu(w: Weight, *, dtype: torch.dtype) -> Tensor:
     (qdata, scale, zero_point, global_scale), K = w.packed, w.K
     *lead, N, width = qdata.shape
     is_served = unavailable_reason(qdata.device) is None and undecodable_reason(w.spec) is None
-    if not is_served or prod(lead) * N * K == 0 or dtype == torch.float64:
+    if not is_served or w.has_float_zeros or prod(lead) * N * K == 0 or dtype == torch.float64:
         return dequantized(w, dtype)
     spec, rows = w.spec, prod(lead) * N
     qdata = qdata.reshape(-1, width)

@@ -14,19 +14,27 @@ from hf_quant.kernels.weight import Weight, takes_weight
 
 @takes_weight(K_is_option=True)
 def dequantize_reference(w: Weight, *, dtype: torch.dtype) -> Tensor:
-    """The weight [..., N, K] in `dtype`: (level of code, or code - zero_point) * scale * global_scale, in fp32."""
+    """The weight [..., N, K] in `dtype`: (level of code, or code - zero_point) * scale * global_scale, in fp32.
+
+    With a floating-point zero_point it is code * scale * global_scale + zero_point.
+    """
     return dequantized(w, dtype)
 
 
 def dequantized(w: Weight, dtype: torch.dtype) -> Tensor:
     """`dequantize_reference` of a weight that has been checked."""
     values = decode_codes(w.qdata, w.spec, w.K)
-    if w.zero_point is not None:
-        values = values + 2 ** (w.spec.bits - 1) - expand_scale(w.zero_point, w.N, w.K, w.group_size)
+    if w.zero_point is not None and w.spec.is_packed:
+        values = values + 2 ** (w.spec.bits - 1)
+    if w.zero_point is not None and not w.has_float_zeros:
+        values = values - expand_scale(w.zero_point, w.N, w.K, w.group_size)
     factor = w.scale.float()
     if w.global_scale is not None:
         factor = factor * w.global_scale.reshape(*w.scale.shape[:-2], 1, 1)
-    return (values * expand_scale(factor, w.N, w.K, w.group_size)).to(dtype)
+    values = values * expand_scale(factor, w.N, w.K, w.group_size)
+    if w.zero_point is not None and w.has_float_zeros:
+        values = values + expand_scale(w.zero_point.float(), w.N, w.K, w.group_size)
+    return values.to(dtype)
 
 
 @takes_weight(K_is_option=True)

@@ -36,6 +36,11 @@ QUANTS = (
     TensorQuant("int3", "group", 16, scale_dtype="float8_e4m3fn"),
     TensorQuant("int4", "group", 32, scale_dtype="float8_e4m3fn"),  # the default of "int4"
 )
+# Of floating-point zero points, which the ops take, and single kernels do not.
+FLOAT_ZEROS = (
+    TensorQuant("int4", "group", 32, symmetric=False, zero_point_dtype="float32"),
+    TensorQuant("int8", "group", 64, symmetric=False, scale_dtype="bfloat16", zero_point_dtype="float16"),
+)
 
 # (N, K): one that every path takes, one that has a block and a tile left over, one that no packing likes, one beyond
 # the weights that are kept dense.
@@ -83,12 +88,11 @@ def decode_slowly(packed: PackedWeight, quant: TensorQuant, K: int) -> Tensor:
         values = codes if packed.zero_point is not None else np.array(spec.levels)[codes]
     rows, columns = geometry(quant, N, K)
     n, k = np.arange(N)[:, None] // rows, np.arange(K)[None] // columns
-    if packed.zero_point is not None:
-        values = values - packed.zero_point.numpy().astype(np.int64)[n, k]
+    zeros = 0 if packed.zero_point is None else packed.zero_point.double().numpy()[n, k]
     scale = packed.scale.double().numpy()[n, k]
     if packed.global_scale is not None:
         scale = scale * packed.global_scale.double().item()
-    return torch.from_numpy(values * scale)
+    return torch.from_numpy(values * scale + zeros if quant.has_float_zeros else (values - zeros) * scale)
 
 
 def swap_neighbours(packed: PackedWeight) -> PackedWeight:

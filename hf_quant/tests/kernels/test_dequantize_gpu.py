@@ -10,7 +10,7 @@ from hf_quant.kernels.gpu.launch import TARGETS, pretend, record_launches
 from hf_quant.kernels.weight_only.gpu_dequantize import dequantize_gpu
 from hf_quant.kernels.weight_only.op import dequantize_reference
 from hf_quant.scheme import TensorQuant
-from hf_quant.tests.kernels.cases import QUANTS, swap_neighbours, with_lowest_codes
+from hf_quant.tests.kernels.cases import FLOAT_ZEROS, QUANTS, swap_neighbours, with_lowest_codes
 from hf_quant.tests.kernels.interpreter import install
 
 
@@ -30,7 +30,7 @@ def _case(quant, shape):
     [("sm90", torch.bfloat16), ("sm90", torch.float16), ("sm90", torch.float32), ("gfx942", torch.bfloat16)],
     ids=str,
 )
-@pytest.mark.parametrize("quant", QUANTS, ids=str)
+@pytest.mark.parametrize("quant", [*QUANTS, *FLOAT_ZEROS], ids=str)
 def test_bits_of_the_reference(quant, dtype, target):
     packed, kwargs = _case(quant, (5, 1120))
     with pretend(TARGETS[target]):

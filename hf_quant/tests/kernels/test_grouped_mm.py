@@ -7,7 +7,7 @@ from hf_quant.algorithms import quantize_matrix
 from hf_quant.kernels import clear_prepacked, grouped_mm, grouped_mm_backward, prepacked_bytes, quantize_rowwise
 from hf_quant.kernels.grouped_mm.op import grouped_mm_backward_reference, grouped_mm_reference
 from hf_quant.scheme import TensorQuant
-from hf_quant.tests.kernels.cases import QUANTS, assert_product, decode_slowly, rejects, with_lowest_codes
+from hf_quant.tests.kernels.cases import FLOAT_ZEROS, QUANTS, assert_product, decode_slowly, rejects, with_lowest_codes
 
 
 pytestmark = pytest.mark.usefixtures("poison_empty", "cpu_kernels")
@@ -36,7 +36,7 @@ def exact_product(x, weights, bias):
     return y
 
 
-@pytest.mark.parametrize("quant", [q for q in QUANTS if q.granularity != "tensor"], ids=str)
+@pytest.mark.parametrize("quant", [*(q for q in QUANTS if q.granularity != "tensor"), *FLOAT_ZEROS], ids=str)
 def test_grouped_mm(quant):
     stack, weights, options = experts_case(quant)
     offsets = torch.tensor(ENDS, dtype=torch.int32)

@@ -10,7 +10,7 @@ from hf_quant.kernels.grouped_mm.gpu_backward import grouped_mm_backward_gpu
 from hf_quant.kernels.grouped_mm.op import grouped_mm_backward_reference, grouped_mm_reference
 from hf_quant.scheme import TensorQuant
 from hf_quant.testing import PRODUCT_RMS, assert_close
-from hf_quant.tests.kernels.cases import QUANTS, with_lowest_codes
+from hf_quant.tests.kernels.cases import FLOAT_ZEROS, QUANTS, with_lowest_codes
 from hf_quant.tests.kernels.interpreter import install
 
 
@@ -39,7 +39,7 @@ def _check(args, kwargs, activation=None):
 
 
 @pytest.mark.parametrize("target", ["sm90", "gfx942"])
-@pytest.mark.parametrize("quant", QUANTS, ids=str)
+@pytest.mark.parametrize("quant", [*QUANTS, *FLOAT_ZEROS], ids=str)
 def test_every_format(quant, target):
     args, kwargs = _case(quant, [2, 0, 3])
     with pretend(TARGETS[target]):

@@ -23,6 +23,7 @@ from hf_quant.kernels.weight_only.op import (
 from hf_quant.scheme import TensorQuant
 from hf_quant.testing import assert_close
 from hf_quant.tests.kernels.cases import (
+    FLOAT_ZEROS,
     QUANTS,
     SHAPES,
     assert_product,
@@ -50,7 +51,7 @@ def normal(*shape, seed=1):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("quant", QUANTS, ids=str)
+@pytest.mark.parametrize("quant", [*QUANTS, *FLOAT_ZEROS], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
 def test_weight_only_mm(shape, quant):
     N, K = shape
@@ -74,7 +75,7 @@ def test_weight_only_mm(shape, quant):
         assert rejects(wrong, exact_product(x, weight), weight)
 
 
-@pytest.mark.parametrize("quant", QUANTS, ids=str)
+@pytest.mark.parametrize("quant", [*QUANTS, *FLOAT_ZEROS], ids=str)
 def test_small_beside_large_keeps_its_accuracy(quant):
     """By element: the error is small beside the sum of the magnitudes that were added up.
 
@@ -98,7 +99,7 @@ def test_small_beside_large_keeps_its_accuracy(quant):
         assert 1e-6 < error.max() < (0.02 if quant.format == "nf4" else 0.01)
 
 
-@pytest.mark.parametrize("quant", QUANTS, ids=str)
+@pytest.mark.parametrize("quant", [*QUANTS, *FLOAT_ZEROS], ids=str)
 @pytest.mark.parametrize("activation", ["int8", "fp8_e4m3"])
 def test_dynamic_mm(activation, quant):
     for N, K in SHAPES:
@@ -120,7 +121,7 @@ def test_dynamic_mm(activation, quant):
         assert_product(dynamic_mm_reference(x, *packed, bias, **options), exact, weight)
 
 
-@pytest.mark.parametrize("quant", QUANTS, ids=str)
+@pytest.mark.parametrize("quant", [*QUANTS, *FLOAT_ZEROS], ids=str)
 def test_backward(quant):
     for N, K in SHAPES[1:]:
         packed, options = packed_case(quant, N, K)
@@ -149,7 +150,7 @@ def test_backward_adds_up_blocks_of_rows():
         assert_product(grad_x, grad.double() @ weight.double(), weight.t())
 
 
-@pytest.mark.parametrize("quant", QUANTS, ids=str)
+@pytest.mark.parametrize("quant", [*QUANTS, *FLOAT_ZEROS], ids=str)
 def test_products_over_several_blocks(quant):
     N, K = 1100, 1024  # a block of 2**20 weights, and a rest
     packed, options = packed_case(quant, N, K)
@@ -159,7 +160,7 @@ def test_products_over_several_blocks(quant):
         assert_product(weight_only_mm(x, *packed, None, **options), exact_product(x, weight.double()), weight)
 
 
-@pytest.mark.parametrize("quant", QUANTS, ids=str)
+@pytest.mark.parametrize("quant", [*QUANTS, *FLOAT_ZEROS], ids=str)
 def test_dequantize_is_the_reference_to_the_bit(quant):
     for N, K in SHAPES:
         packed, options = packed_case(quant, N, K)
@@ -187,7 +188,7 @@ def test_dequantize_gathered_rows_and_stacks():
     assert dequantize(*nothing, format="int4", group_size=64, K=256, dtype=torch.float32).shape == (0, 256)
 
 
-@pytest.mark.parametrize("quant", QUANTS, ids=str)
+@pytest.mark.parametrize("quant", [*QUANTS, *FLOAT_ZEROS], ids=str)
 def test_shapes_and_strides_of_x(quant):
     packed, options = packed_case(quant, 272, 256)
     x = normal(2, 3, 256).bfloat16()
@@ -205,7 +206,7 @@ def test_shapes_and_strides_of_x(quant):
         assert weight_only_mm_backward(grad, *packed, K=256, **options).shape == empty.shape
 
 
-@pytest.mark.parametrize("quant", QUANTS, ids=str)
+@pytest.mark.parametrize("quant", [*QUANTS, *FLOAT_ZEROS], ids=str)
 def test_weights_that_are_not_contiguous(quant):
     packed, options = packed_case(quant, 272, 256)
     spread = [
@@ -305,7 +306,8 @@ def test_wrong_arguments_are_refused(op):
         ((x, packed.qdata.view(torch.uint8), *packed[1:], None), "int32"),
         ((x, packed.qdata, packed.scale[:, :1], None, None, None), "groups of 128"),
         ((x, packed.qdata, packed.scale[:5], None, None, None), "5 rows"),
-        ((x, *packed[:2], packed.scale, None, None), "uint8"),
+        ((x, *packed[:2], packed.scale.int(), None, None), "uint8"),
+        ((x, *packed[:2], packed.scale[:, :1], None, None), "uint8, or a floating-point dtype"),
         ((x, *packed, torch.zeros(63)), "63"),
         ((x, *packed[:3], torch.ones(0), None), "needs 1 of"),
     ):

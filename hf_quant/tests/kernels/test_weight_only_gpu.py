@@ -8,11 +8,13 @@ from hf_quant.kernels.gpu import ready
 from hf_quant.kernels.gpu.hopper import plan as hopper
 from hf_quant.kernels.gpu.launch import TARGETS, pretend, record_launches
 from hf_quant.kernels.rowwise.op import quantize_rowwise_reference
+from hf_quant.kernels.sign_matrices import transform
 from hf_quant.kernels.weight import weight_of
 from hf_quant.kernels.weight_only import gpu
 from hf_quant.kernels.weight_only.gpu import fused_mm, weight_only_mm_gpu
 from hf_quant.scheme import TensorQuant
 from hf_quant.tests.kernels.cases import (
+    FLOAT_ZEROS,
     QUANTS,
     assert_product,
     decode_slowly,
@@ -32,7 +34,7 @@ def _x(M, K, dtype, seed=1):
 
 
 @pytest.mark.parametrize("target", ["sm90", "gfx942"])
-@pytest.mark.parametrize("quant", QUANTS, ids=str)
+@pytest.mark.parametrize("quant", [*QUANTS, *FLOAT_ZEROS], ids=str)
 def test_every_format(quant, target):
     N, K, M = 72, 288, 3
     packed, kwargs = packed_case(quant, N, K)
@@ -44,6 +46,19 @@ def test_every_format(quant, target):
             y = weight_only_mm_gpu(x, *packed, bias, **kwargs)
         exact = x.double() @ weight.t() + bias.double()
         assert_product(y, exact, weight)
+
+
+@pytest.mark.parametrize("M", [1, 20])
+@pytest.mark.parametrize("quant", FLOAT_ZEROS, ids=str)
+def test_floating_point_zero_points_in_one_row_and_in_many(quant, M):
+    packed, kwargs = packed_case(quant, 72, 256)
+    weight, x, bias = decode_slowly(packed, quant, 256), _x(M, 256, torch.bfloat16), torch.randn(72)
+    with pretend(TARGETS["sm90"]):
+        y = weight_only_mm_gpu(x, *packed, bias, **kwargs)
+        rotated = weight_only_mm_gpu(x, *packed, None, torch.ones(4, 64), **kwargs)
+    assert_product(y, x.double() @ weight.t() + bias.double(), weight)
+    turned = transform(x.double(), 64, None)
+    assert_product(rotated, turned @ weight.t(), weight)
 
 
 INT4 = TensorQuant("int4", "group", 128, scale_dtype="bfloat16")

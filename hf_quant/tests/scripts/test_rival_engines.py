@@ -56,13 +56,14 @@ def test_engines_that_are_not_installed_are_named(model, monkeypatch, tmp_path, 
 def test_llama_cpp_decodes_the_same_tokens(model, tmp_path):
     pytest.importorskip("llama_cpp", reason="needs llama-cpp-python")
     pytest.importorskip("gguf", reason="needs gguf")
-    from common.llama_engine import LlamaCpp
+    from common.llama_engine import LlamaCpp, write_gguf
 
     model.config.eos_token_id = model.generation_config.eos_token_id = None
     prompts = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = model.float().generate(prompts, max_new_tokens=8, do_sample=False, pad_token_id=0)
-    engine = LlamaCpp(model.bfloat16(), tmp_path / "model.gguf", "BF16", batch_size=2, context=32)
+    path = write_gguf(model.bfloat16(), tmp_path / "model.gguf", "BF16")
+    engine = LlamaCpp(model.config, path, batch_size=2, context=32)
     try:
         found = engine.generate(prompts, max_new_tokens=8)
     finally:

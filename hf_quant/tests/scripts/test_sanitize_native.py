@@ -23,7 +23,7 @@ def only_address(monkeypatch, tmp_path):
     )
 
 
-# Defects of portable.h behind a switch, so that one build has them all: what is correct, what is not, what is found.
+# Defects of two headers behind a switch, so that one build has them all: what is correct, what is not, what is found.
 DEFECTS = {
     "long": ("first, static_cast<size_t>(count))", "first, static_cast<size_t>(count) + has('l'))", "SEGV"),
     "aligned": (
@@ -44,11 +44,11 @@ def test_finds_what_is_wrong(only_address, tmp_path, capsys, monkeypatch):
     if compiler is None or launcher(compiler[0], next(iter(builds(compiler[1]).values()))) is None:
         pytest.skip("no compiler with AddressSanitizer")
     sources = shutil.copytree(SOURCES, tmp_path / "src")
-    text = (sources / "portable.h").read_text()
-    for correct, wrong, _ in (("#pragma once\n", SWITCH, ""), *DEFECTS.values()):
-        assert correct in text
-        text = text.replace(correct, wrong)
-    (sources / "portable.h").write_text(text)
+    (sources / "switch.h").write_text(SWITCH)
+    for correct, wrong, _ in DEFECTS.values():
+        (header,) = [path for path in sources.glob("[op]*.h") if correct in path.read_text()]
+        text = header.read_text().replace(correct, wrong)
+        header.write_text(text.replace("#pragma once\n", '#pragma once\n#include "switch.h"\n', 1))
     arguments = ["--sources", str(sources), "--sets", "--cases", "100"]
     for name, (_, _, finding) in DEFECTS.items():
         monkeypatch.setenv("DEFECT", name)

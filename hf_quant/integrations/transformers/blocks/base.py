@@ -30,6 +30,7 @@ from hf_quant.kernels.native.products import serves, takes_int8
 from hf_quant.kernels.weight import Weight
 from hf_quant.modules import QuantizedModule, QuantLinear
 from hf_quant.modules.packed_linear import PackedLinear
+from hf_quant.modules.ready import versions_of
 from hf_quant.modules.rotation import signs
 
 
@@ -78,8 +79,12 @@ class Watch:
             if (child._parameters or child._modules) and not isinstance(child, QuantizedModule):
                 entries += [part for item in _settings_of(child).items() for part in (child.__dict__, *item)]
             empty += [child._forward_hooks, child._forward_pre_hooks]
+        numbers = list(numbers)
         for module in {**{id(module): module for module in modules}, **children}.values():
             entries += entries_of(module._parameters)
+            if isinstance(module, QuantizedModule) and module.scheme.weight.has_float_zeros:
+                # What a block reads was made from their values.
+                numbers += versions_of(value for value in module._parameters.values() if value is not None)
             tensors += [parameter for parameter in module._parameters.values() if parameter is not None]
         # Not by the dict of a module, whose block would keep it alive.
         self.settings = [(ref(module), _settings_of(module)) for module in modules if id(module) not in children]
@@ -360,6 +365,8 @@ def weight_of(
     integer = activation == "int8" and takes_int8(weight.spec)
     if activation is not None and not integer:
         raise Unproven(f"{activation} inputs of {scheme.weight.format}")
+    if weight.has_float_zeros and integer:
+        raise Unproven("int8 inputs of floating-point zero points")
     if weight.contiguous() is not weight or not serves(weight, dtype, int8=integer):
         raise Unproven("a weight that the native kernels do not multiply")
     if bias is not None and not (bias.is_contiguous() and bias.dtype in (dtype, torch.float32)):

@@ -318,7 +318,7 @@ def rows_of(embed: nn.Module, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         weight, _, _ = weight_of(embed, "weight", embed._parameters, None, dtype)
     except Unproven:
         return embed
-    if weight.scale.shape[0] != weight.N or weight.input_diagonal is not None:
+    if weight.scale.shape[0] != weight.N or weight.input_diagonal is not None or weight.has_float_zeros:
         return embed
     return row_reader(weight, dtype)
 

@@ -10,10 +10,6 @@
 namespace hfq {
 namespace HFQ_SET {
 
-// HFQ_UNFUSED costs other options of the compiler as well: loops with comparisons no longer vectorize (GCC 12, a fit of
-// 64 values 230 ns instead of 60). Loops are functions of their own, therefore; none of them adds to a product.
-#define HFQ_LOOP __attribute__((noinline))
-
 typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
 
 // Of `count` numbers; `to`, which may be `from`, has room for as many.

@@ -323,6 +323,7 @@ class Matmul {
       } else {
         for (int64_t r = 0; r < count; ++r) y[r] = out[r][i] * factor + added[r];
       }
+      if (p.offsets != nullptr) HFQ_SET::add_rest(p, s.expert, first + s.first + i, n, count, y);
       store_floats(p.y, p.y_dtype, (first + s.first + i) * p.N + n, count, y);
     }
   }
@@ -335,11 +336,15 @@ class Matmul {
     for (; n < end; n += Panel<C>::ROWS) {
       const float* y = panel.run(n, s.first, s.count, memory);
       const int64_t rows = min64(Panel<C>::ROWS, end - n);
-      float added[Panel<C>::ROWS] = {}, out[8];
-      for (int64_t r = 0; r < rows; ++r) added[r] = bias(p, s, n + r);
+      float of_bias[Panel<C>::ROWS] = {}, added[Panel<C>::ROWS] = {}, out[8];
+      for (int64_t r = 0; r < rows; ++r) added[r] = of_bias[r] = bias(p, s, n + r);
       for (int64_t i = 0; i < s.count; ++i, y += Panel<C>::ROWS) {
         const __m256 factor = _mm256_set1_ps(global(p, s) * x_.scales[s.first + i]);
         const int64_t at = (first + s.first + i) * p.N + n;
+        if (p.offsets != nullptr) {
+          memcpy(added, of_bias, sizeof added);
+          HFQ_SET::add_rest(p, s.expert, first + s.first + i, n, rows, added);
+        }
         auto of_rows = [&](int64_t r) { return _mm256_fmadd_ps(_mm256_load_ps(y + r), factor, _mm256_loadu_ps(added + r)); };
         int64_t r = 0;
         for (; r + 16 <= rows; r += 16) store_floats(p.y, p.y_dtype, at + r, of_rows(r), of_rows(r + 8));

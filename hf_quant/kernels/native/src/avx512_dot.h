@@ -20,7 +20,7 @@ struct Weight {
   const uint8_t* zero;
   float global_scale;
   const void* bias;
-  int64_t bias_first;
+  int64_t bias_first, expert;
 };
 
 constexpr int64_t kAhead = 8192;   // bytes that are prefetched, into the L2 cache: into L1, half of the speed is lost
@@ -259,15 +259,17 @@ class RowScales {
   float* const memory_;
 };
 
-// y of rows n..end of the weight with one row of x: `sums`, scaled by what is left, plus the bias.
-HFQ_INLINE void store_column(const Product& p, const float* sums, float factor, int64_t bias_first, int64_t n, int64_t end,
-                             int64_t row) {
+// y of rows n..end of the weight with one row of x: `sums`, scaled by what is left, plus the bias and the rest.
+HFQ_INLINE void store_column(const Product& p, const float* sums, float factor, int64_t bias_first, int64_t expert, int64_t n,
+                             int64_t end, int64_t row) {
+  float rest[kPanel] = {};
+  if (p.offsets != nullptr) HFQ_SET::add_rest(p, expert, row, n, end - n, rest);
   for (int64_t r = n; r < end; r += 16) {
     const __mmask16 mask = end - r >= 16 ? 0xffff : static_cast<__mmask16>((1u << (end - r)) - 1);
-    const __m512 bias =
-        p.bias == nullptr ? _mm512_setzero_ps() : load_scales(p.bias, p.bias_dtype, bias_first + r, end - r);
+    __m512 added = p.bias == nullptr ? _mm512_setzero_ps() : load_scales(p.bias, p.bias_dtype, bias_first + r, end - r);
+    if (p.offsets != nullptr) added = _mm512_add_ps(added, _mm512_loadu_ps(rest + r - n));
     const __m512 sum = _mm512_maskz_loadu_ps(mask, sums + r - n);
-    store_y(p.y, p.y_dtype, row * p.N + r, mask, _mm512_fmadd_ps(sum, _mm512_set1_ps(factor), bias));
+    store_y(p.y, p.y_dtype, row * p.N + r, mask, _mm512_fmadd_ps(sum, _mm512_set1_ps(factor), added));
   }
 }
 
@@ -379,7 +381,7 @@ static void dot_panel(const DotPanel<C>& a, int64_t n, int64_t end) {
   for (int64_t i = 0; i < a.count; ++i) {
     float factor = a.weight.global_scale;
     if (a.px.row_scale != nullptr) factor *= a.px.row_scale[a.first_x + i];
-    store_column(a.p, sums[i], factor, a.weight.bias_first, n, end, a.first_y + i);
+    store_column(a.p, sums[i], factor, a.weight.bias_first, a.weight.expert, n, end, a.first_y + i);
   }
 }
 

@@ -318,7 +318,7 @@ class FixedMatmul {
         const int64_t y = first + s.first + i + j;
         float factor = p_.global_scale == nullptr ? 1.0f : p_.global_scale[s.expert];
         if (p_.row_scale != nullptr) factor *= p_.row_scale[y];
-        store_column(p_, sums[j], factor, s.expert * p_.expert_bias, n, end, y);
+        store_column(p_, sums[j], factor, s.expert * p_.expert_bias, s.expert, n, end, y);
       }
     }
     return true;

@@ -211,7 +211,8 @@ class Matmul {
             p.zero == nullptr ? nullptr : p.zero + scale,
             p.global_scale == nullptr ? 1.0f : p.global_scale[expert],
             p.bias,
-            expert * p.expert_bias};
+            expert * p.expert_bias,
+            expert};
   }
 
   const Product& p_;

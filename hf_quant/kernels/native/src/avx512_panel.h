@@ -162,12 +162,19 @@ class PanelProducts {
     for (int64_t i = 0; i < count_; ++i, sums += kPanel) {
       const __m512 factor =
           _mm512_set1_ps(px_.row_scale == nullptr ? w_.global_scale : w_.global_scale * px_.row_scale[first_x_ + i]);
+      alignas(64) float rest[kPanel];
+      if (p_.offsets != nullptr) {
+        memset(rest, 0, sizeof rest);
+        HFQ_SET::add_rest(p_, w_.expert, first_y + i, n, columns, rest);
+      }
       for (int64_t at = 0; at < columns; at += 16) {
         const __mmask16 mask = static_cast<__mmask16>(first_bytes(columns - at));
         __m512 value = _mm512_load_ps(sums + at);
         if (S::INTEGER && p_.groups == 1)
           value = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_castps_si512(value)), _mm512_load_ps(scales + at));
-        store_y(p_.y, p_.y_dtype, (first_y + i) * p_.N + n + at, mask, _mm512_fmadd_ps(value, factor, _mm512_load_ps(bias + at)));
+        __m512 added = _mm512_load_ps(bias + at);
+        if (p_.offsets != nullptr) added = _mm512_add_ps(added, _mm512_load_ps(rest + at));
+        store_y(p_.y, p_.y_dtype, (first_y + i) * p_.N + n + at, mask, _mm512_fmadd_ps(value, factor, added));
       }
     }
   }

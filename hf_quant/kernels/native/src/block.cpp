@@ -270,7 +270,7 @@ size_t Block::products(const Kernels& kernels, const BlockCall& call, size_t fir
     if (to == from) break;
   }
   prefetch_start(product_from(first + count, call.following));
-  return kernels.matmul(siblings[0]) ? count : 0;
+  return multiply(kernels, siblings[0]) ? count : 0;
 }
 
 void Block::append(const Kernels& kernels, const BlockCall& call, const BlockStep& step, void* const* at) const {

@@ -393,7 +393,12 @@ struct Kernels {
   void (*convolve_rows)(const ConvolveRows&);
   void (*delta_rows)(const DeltaRows&);
   void (*scan_rows)(const ScanRows&);
+  void (*sum_groups)(const Product&, float* sums);  // see offsets.h
+  void (*multiply_sums)(const Product&, const float* sums, float* rest);
 };
+
+// y of a product and of its siblings, with the offsets of the weights; false if there is no memory.
+bool multiply(const Kernels& kernels, Product& product);
 
 extern const Kernels kPortable;
 #if defined(__x86_64__)

@@ -54,6 +54,7 @@ PyObject* prepare(PyObject*, PyObject* const* args, Py_ssize_t count) {
   p.x_stride = p.K = a.number();
   p.diagonal = a.pointer<const float>();
   p.block = a.number();
+  p.offsets = a.pointer<const float>();
   read_weight(a, p);
   return a.finish() ? PyCapsule_New(new Product(p), nullptr, forget) : nullptr;
 }
@@ -80,7 +81,7 @@ PyObject* matmul(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (!a.finish()) return nullptr;
   if (p.compute == BY_BF16 && !multiplies_bf16()) p.compute = BY_F32;
   bool ok;
-  Py_BEGIN_ALLOW_THREADS ok = active->matmul(p);
+  Py_BEGIN_ALLOW_THREADS ok = multiply(*active, p);
   Py_END_ALLOW_THREADS return done(ok);
 }
 

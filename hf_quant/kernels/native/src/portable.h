@@ -5,6 +5,7 @@
 #include <atomic>
 
 #include "kernels.h"
+#include "offsets.h"
 #include "parallel.h"
 #include "philox.h"
 #include "rotation.h"
@@ -136,21 +137,6 @@ static bool dequantize(const Product& p) {
     }
   });
   return true;
-}
-
-// Values first..first + count of x as fp32; a loop for each dtype, which vectorizes.
-static inline void to_float(const void* x, int dtype, int64_t first, int64_t count, float* __restrict values) {
-  switch (dtype) {
-    case F32: memcpy(values, static_cast<const char*>(x) + first * 4, static_cast<size_t>(count) * 4); return;
-    case BF16:
-      for (int64_t i = 0; i < count; ++i) values[i] = bf16_to_float(load<uint16_t>(x, first + i));
-      return;
-    case F16:
-      for (int64_t i = 0; i < count; ++i) values[i] = f16_to_float(load<uint16_t>(x, first + i));
-      return;
-    default:
-      for (int64_t i = 0; i < count; ++i) values[i] = load_as_float(x, dtype, first + i);
-  }
 }
 
 // A row of x, multiplied with a diagonal [K], then with the Hadamard matrix in each block of columns.
@@ -384,11 +370,13 @@ class Matmul {
   void store(const Segment& s, int64_t n, int64_t first, const float* y) const {
     const float global = p_.global_scale == nullptr ? 1.0f : p_.global_scale[s.expert];
     for (int64_t i = 0; i < s.count; ++i) {
+      const int64_t row = first + s.first + i;
+      float rest[kRows] = {};
+      add_rest(p_, s.expert, row, n, min64(kRows, p_.N - n), rest);
       for (int64_t r = 0; r < min64(kRows, p_.N - n); ++r) {
         const float bias =
             p_.bias == nullptr ? 0.0f : load_as_float(p_.bias, p_.bias_dtype, s.expert * p_.expert_bias + n + r);
-        store_float(p_.y, p_.y_dtype, (first + s.first + i) * p_.N + n + r,
-                    y[i * kRows + r] * (global * scales_[s.first + i]) + bias);
+        store_float(p_.y, p_.y_dtype, row * p_.N + n + r, y[i * kRows + r] * (global * scales_[s.first + i]) + bias + rest[r]);
       }
     }
   }

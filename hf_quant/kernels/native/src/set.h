@@ -6,6 +6,7 @@
 #include "attention.h"
 #include "fake.h"
 #include "mixture.h"
+#include "offsets.h"
 #include "recurrent.h"
 #include "steps.h"
 #include "two_way.h"
@@ -19,7 +20,7 @@ static constexpr Kernels kernels_of(const char* name, bool by_bf16, bool joins_s
   return {name,         by_bf16,          joins_siblings, products,       dequantize,   codes_of_rows, attends,
           quantize,     append,           adam_step,      fake_quantize,  quantize_two_way, scale_sums, requantize_rows,
           norm_rows,    turn_rows,        gate_rows,      add_rows,       small_product, combine_rows, convolve_rows,
-          delta_rows,   scan_rows};
+          delta_rows,   scan_rows,        sum_over_groups, multiply_sums};
 }
 
 }  // namespace HFQ_SET
