@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssForCausalLM
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralForCausalLM
@@ -211,14 +211,15 @@ def test_only_the_experts(host):
 
 def test_compiles_to_one_graph_for_every_number_of_tokens():
     module, _ = experts("gpt_oss")
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(module, fullgraph=True, dynamic=True, backend=counter)
+    counters.clear()
+    compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
     for num in (3, 5, 7, 8, 13, 17, 31, 64, 65, 100):
         x, (index, weights) = tokens(num).requires_grad_(), routing(num)
         y, expected = compiled(x, index, weights), module(x, index, weights)
         assert_close(y, expected, rms=1e-5)
         assert_close(torch.autograd.grad(y.sum(), x)[0], torch.autograd.grad(expected.sum(), x)[0], rms=1e-5)
-    assert counter.frame_count == 1
+    # Not the backend's calls: torch 2.15 calls it again to make the host's `limit`, a float, a constant.
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.parametrize("host", HOSTS)
