@@ -178,6 +178,12 @@ def assume_constant_result(fn: Callable[_P, _R]) -> Callable[_P, _R]:
     return fn
 
 
+@assume_constant_result
+def is_exporting() -> bool:
+    """Return True inside of torch.export; torch.compile answers torch's own question with True in torch 2.11, too."""
+    return torch.compiler.is_exporting()
+
+
 def mark_static_address(x: Tensor) -> None:
     """Mark a tensor as `torch._dynamo.mark_static_address` does without a guard, without an import of the compiler."""
     x._dynamo_static_input_type = "unguarded"  # pyrefly: ignore[missing-attribute]

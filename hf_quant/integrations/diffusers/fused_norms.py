@@ -11,6 +11,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor, nn
 
+from hf_quant.kernels.dispatch import is_exporting
 from hf_quant.modules import QuantLinear
 from hf_quant.modules.inputs.lazy import LazyAct, LazyInput, LazyNorm
 
@@ -90,7 +91,7 @@ def _rebuild(cls: type[nn.Module], make: Callable[..., LazyInput]) -> nn.Module:
 
 def _is_wanted(module: nn.Module, x: Tensor | LazyInput) -> bool:
     """Return True without gradients and autocast, if the input is on a GPU or the config asks for every device."""
-    if torch.is_grad_enabled() or torch.compiler.is_exporting() or torch.is_autocast_enabled(x.device.type):
+    if torch.is_grad_enabled() or is_exporting() or torch.is_autocast_enabled(x.device.type):
         return False
     if not torch.compiler.is_compiling() and not isinstance(x, LazyInput) and x.is_inference():
         return False

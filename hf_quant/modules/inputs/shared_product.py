@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from hf_quant.algorithms import empty_packed
 from hf_quant.formats import FORMATS
-from hf_quant.kernels.dispatch import is_transformed, mark_static_address
+from hf_quant.kernels.dispatch import is_exporting, is_transformed, mark_static_address
 from hf_quant.modules._stored import INPUT_SCALE, STORED_NAMES
 from hf_quant.modules.inputs.rule import ALONE, InputRule
 from hf_quant.modules.packed_linear import PackedLinear
@@ -234,7 +234,7 @@ class FusedProjections:
 
     def _traced_product(self, module: PackedLinear, index: int, x: Tensor, common: _Common) -> Tensor | None:
         """`product` as torch.compile can follow it; once all siblings have been called, `traced` is None again."""
-        if not self.is_proven or module.training or torch.compiler.is_exporting() or common.needs_grad(x):
+        if not self.is_proven or module.training or is_exporting() or common.needs_grad(x):
             return None
         own = module._parameters
         is_row = True

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_quant import kernels
+from hf_quant.kernels.dispatch import is_exporting
 from hf_quant.modules.inputs.rule import InputRule
 from hf_quant.modules.packed_linear import PackedLinear
 from hf_quant.modules.products import autocast, needs_grad, rows_product
@@ -62,7 +63,7 @@ class SharedRows(InputRule):
 
     def product(self, module: PackedLinear, x: Tensor) -> Tensor:
         bias, activation = module._parameters["bias"], module.scheme.activation_on(x.device.type)
-        is_traced = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+        is_traced = torch.compiler.is_compiling() and not is_exporting()
         if not is_traced or not self.group.count or activation is None or needs_grad(x, bias):
             return super().product(module, x)
         if x.shape[-1] != module.in_features:

@@ -189,6 +189,14 @@ def test_compiled_siblings_share_what_the_source_proves():
 
 
 @torch.no_grad()
+def test_compiled_siblings_share_where_dynamo_takes_every_trace_for_an_export(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: torch.compiler.is_dynamo_compiling())  # as torch 2.11
+    model, counter, x = block(), Recording(), torch.randn(16, 64)
+    assert torch.equal(torch.compile(model, backend=counter, fullgraph=True)(x), model(x))
+    assert counter.quantizations == 1
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("name", ["to_q", "to_k", "to_v"])
 def test_siblings_of_a_layer_that_is_dequantized(name):
     model, x = block(), torch.randn(16, 64)
