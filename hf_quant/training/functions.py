@@ -133,7 +133,9 @@ class _Input(torch.autograd.Function):
         else:
             diagonal = signs(transform, x.shape[-1], x.device)
             codes, scale = hadamard_quantize_rowwise(x, diagonal, block_size=transform.block_size, format=format)
-        return (codes.float() * scale).to(x.dtype)
+        y = codes.float() * scale
+        # torch.compile of torch 2.11 loses the gradient of a result that `.to` returns as it is.
+        return y if y.dtype == x.dtype else y.to(x.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
