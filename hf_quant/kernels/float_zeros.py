@@ -20,7 +20,7 @@ def symmetric(w: Weight) -> Weight:
 
 
 def offsets_of(w: Weight) -> Tensor:
-    """What the symmetric weight lacks in each group, fp32 [..., N, groups]."""
+    """Return what the symmetric weight lacks in each group, fp32 [..., N, groups]."""
     assert w.zero_point is not None
     middle = 2.0 ** (w.spec.bits - 1) if w.spec.is_packed else 0.0
     scale = w.scale.float()
