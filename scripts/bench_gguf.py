@@ -25,7 +25,7 @@ from hf_quant.planning import format_table
 from real_models import TEXT
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The arguments of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
@@ -35,7 +35,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=7)
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 @torch.no_grad()
@@ -45,9 +45,9 @@ def distance(model: torch.nn.Module, ids: torch.Tensor, expected: torch.Tensor) 
     return float((found - expected).norm() / expected.norm())
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Import the file, compare, and print."""
-    args = parse()
+    args = parse(arguments)
     torch.set_num_threads(args.threads)
     print(f"{args.file.name}, {args.file.stat().st_size / 1e6:.0f} MB, {commit()}, {machine()}")
     with tempfile.TemporaryDirectory() as work:
@@ -78,6 +78,7 @@ def main() -> None:
         prompt = (f"{speed.prefill * 1e3:.0f}", f"{base.prefill / speed.prefill:.2f}")
         rows.append((name, *prompt, f"{speed.decode:.1f}", f"{speed.decode / base.decode:.2f}"))
     print(format_table(rows))
+    engine.close()
 
 
 if __name__ == "__main__":

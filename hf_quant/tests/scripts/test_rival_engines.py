@@ -4,11 +4,16 @@ import argparse
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import bench_generate
 from common.engine import Engine
+from hf_quant import QuantizerConfig, export_gguf
 from hf_quant.evaluate import generation_speed
+from real_models import TEXT
+
+
+ASSET = TEXT.parent
 
 
 @pytest.fixture
@@ -69,3 +74,20 @@ def test_llama_cpp_decodes_the_same_tokens(model, tmp_path):
     finally:
         engine.close()
     assert (found == expected).float().mean() > 0.9  # ties in bf16
+
+
+def test_an_import_beside_llama_cpp_on_the_same_file(tmp_path, capsys):
+    pytest.importorskip("llama_cpp", reason="needs llama-cpp-python")
+    pytest.importorskip("gguf", reason="needs gguf")
+    import bench_gguf
+
+    config = QuantizerConfig("int4", symmetric=False, group_size=32)
+    quantized = AutoModelForCausalLM.from_pretrained(ASSET, dtype=torch.bfloat16, quantization_config=config)
+    quantized.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(ASSET).save_pretrained(tmp_path / "model")
+    export_gguf(tmp_path / "model", tmp_path / "out")
+    (file,) = (tmp_path / "out").glob("*.gguf")
+    bench_gguf.main([str(file), "--prompt-tokens", "16", "--new-tokens", "4", "--rounds", "1"])
+    said = capsys.readouterr().out
+    (distance,) = [float(line.split()[-1]) for line in said.splitlines() if "model in fp32" in line]
+    assert 0 < distance < 0.05 and "x llama.cpp" in said
