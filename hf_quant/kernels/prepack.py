@@ -3,9 +3,10 @@
 Some fast kernels want a weight in a layout of their own. That copy belongs to no module: it is in this process-wide
 cache, keyed by the identity of the weight's memory, and `state_dict`, deepcopy, pickle and `.to()` never see it. It
 costs memory on top of the weight (per weight: 4 bits for int4, int3 and int2; 8 bits for int8, fp6, nf4, mxfp4 and
-nvfp4) and is made at the first use at an M where it pays. Not at the second, which would spare one-off calls: then the
-same model would give other bits at its first call than later, and than when reloaded. `set_prepack_limit` bounds the
-memory, by default to a quarter of the machine's; 0 suits a model whose weights are streamed in anew for each forward.
+nvfp4; per group 32 bits for floating-point zero points) and is made at the first use at an M where it pays. Not at the
+second, which would spare one-off calls: then the same model would give other bits at its first call than later, and
+than when reloaded. `set_prepack_limit` bounds the memory, by default to a quarter of the machine's; 0 suits a model
+whose weights are streamed in anew for each forward.
 """
 
 import os

@@ -24,21 +24,27 @@ static inline void to_float(const void* x, int dtype, int64_t first, int64_t cou
 
 constexpr int64_t kOffsetLanes = 16;  // rows of a weight whose offsets lie side by side
 
+// Written out as vectors: GCC 12 makes loops over lanes of loops over rows, which take four times as long (M = 128).
+typedef float OffsetLanes __attribute__((vector_size(HFQ_VECTOR_BYTES), aligned(4), may_alias));
+constexpr int kLanesOfVector = HFQ_VECTOR_BYTES / 4, kOffsetVectors = kOffsetLanes / kLanesOfVector;
+// Rows of x that meet offsets together, whose sums fill half of the registers, and sums side by side of a single one.
+constexpr int kRowsAtOnce = HFQ_VECTOR_BYTES / 8, kChains = HFQ_VECTOR_BYTES / 16;
+
 // The sums of row i of x over the groups of the weight.
 static HFQ_LOOP void sum_groups_of_row(const Product& p, int64_t i, float* __restrict sums) {
   float values[256];
   const int64_t size = p.groups == 1 ? p.K : p.group_size;
   for (int64_t g = 0; g < p.groups; ++g) {
-    float lanes[16] = {}, total = 0.0f;
+    OffsetLanes lanes = {};
+    float total = 0.0f;
     const int64_t end = min64(p.K, (g + 1) * size);
     for (int64_t k = g * size; k < end; k += 256) {
-      const int64_t count = min64(256, end - k), whole = count / 16 * 16;
+      const int64_t count = min64(256, end - k), whole = count / kLanesOfVector * kLanesOfVector;
       to_float(p.x, p.x_dtype, i * p.x_stride + k, count, values);
-      for (int64_t at = 0; at < whole; at += 16)
-        for (int lane = 0; lane < 16; ++lane) lanes[lane] += values[at + lane];
+      for (int64_t at = 0; at < whole; at += kLanesOfVector) lanes += *reinterpret_cast<const OffsetLanes*>(values + at);
       for (int64_t at = whole; at < count; ++at) total += values[at];
     }
-    for (int lane = 0; lane < 16; ++lane) total += lanes[lane];
+    for (int lane = 0; lane < kLanesOfVector; ++lane) total += lanes[lane];
     sums[g] = p.row_scale == nullptr ? total : total * p.row_scale[i];
   }
 }
@@ -48,30 +54,28 @@ static void sum_over_groups(const Product& p, float* sums) {
   parallel_for(p.M, p.M * p.K < (1 << 16) ? 1 : p.threads, [&](int64_t i) { sum_groups_of_row(p, i, sums + i * p.groups); });
 }
 
-// The sums of one row with the offsets [groups, kOffsetLanes] of some rows of the weight.
+// The sums of ROWS rows, each of so many groups, with the offsets [groups, kOffsetLanes] of some rows of the weight. CHAINS:
+// sums of one element that are added up side by side, as each waits for the one before.
+template <int ROWS, int CHAINS>
 static HFQ_LOOP void multiply_offsets(const float* __restrict offsets, int64_t groups, const float* __restrict sums,
                                       float* __restrict rest) {
-  float total[4][kOffsetLanes] = {};
+  OffsetLanes total[CHAINS][ROWS][kOffsetVectors] = {};
+  const auto add = [&](int chain, int64_t g) {
+    for (int part = 0; part < kOffsetVectors; ++part) {
+      const OffsetLanes offset = *reinterpret_cast<const OffsetLanes*>(offsets + g * kOffsetLanes + part * kLanesOfVector);
+      for (int row = 0; row < ROWS; ++row) total[chain][row][part] += offset * sums[row * groups + g];
+    }
+  };
   int64_t g = 0;
-  for (; g + 4 <= groups; g += 4)
-    for (int part = 0; part < 4; ++part)
-      for (int lane = 0; lane < kOffsetLanes; ++lane)
-        total[part][lane] += offsets[(g + part) * kOffsetLanes + lane] * sums[g + part];
-  for (; g < groups; ++g)
-    for (int lane = 0; lane < kOffsetLanes; ++lane) total[0][lane] += offsets[g * kOffsetLanes + lane] * sums[g];
-  for (int lane = 0; lane < kOffsetLanes; ++lane)
-    rest[lane] = total[0][lane] + total[1][lane] + total[2][lane] + total[3][lane];
-}
-
-// The same for kOffsetRows rows, of which each has `groups` sums.
-static HFQ_LOOP void multiply_offsets_by_rows(const float* __restrict offsets, int64_t groups, const float* __restrict sums,
-                                              float* __restrict rest) {
-  float total[kOffsetRows][kOffsetLanes] = {};
-  for (int64_t g = 0; g < groups; ++g)
-    for (int i = 0; i < kOffsetRows; ++i)
-      for (int lane = 0; lane < kOffsetLanes; ++lane)
-        total[i][lane] += offsets[g * kOffsetLanes + lane] * sums[i * groups + g];
-  memcpy(rest, total, sizeof total);
+  for (; g + CHAINS <= groups; g += CHAINS)
+    for (int chain = 0; chain < CHAINS; ++chain) add(chain, g + chain);
+  for (; g < groups; ++g) add(0, g);
+  for (int row = 0; row < ROWS; ++row) {
+    for (int part = 0; part < kOffsetVectors; ++part) {
+      for (int chain = 1; chain < CHAINS; ++chain) total[0][row][part] += total[chain][row][part];
+      *reinterpret_cast<OffsetLanes*>(rest + row * kOffsetLanes + part * kLanesOfVector) = total[0][row][part];
+    }
+  }
 }
 
 // Fills rest [M, N] from sums [M, groups].
@@ -84,13 +88,13 @@ static void multiply_sums(const Product& p, const float* sums, float* rest) {
       for (int64_t b = task * per_task; b < min64(blocks, (task + 1) * per_task); ++b) {
         const float* offsets = of_expert + b * kOffsetLanes * p.groups;
         const int64_t n = b * kOffsetLanes, count = min64(kOffsetLanes, p.N - n);
-        float made[kOffsetRows * kOffsetLanes];
+        float made[kRowsAtOnce * kOffsetLanes];
         for (int64_t i = first; i < end;) {
-          const int64_t rows = end - i >= kOffsetRows ? kOffsetRows : 1;
+          const int64_t rows = end - i >= kRowsAtOnce ? kRowsAtOnce : 1;
           if (rows == 1) {
-            multiply_offsets(offsets, p.groups, sums + i * p.groups, made);
+            multiply_offsets<1, kChains>(offsets, p.groups, sums + i * p.groups, made);
           } else {
-            multiply_offsets_by_rows(offsets, p.groups, sums + i * p.groups, made);
+            multiply_offsets<kRowsAtOnce, 1>(offsets, p.groups, sums + i * p.groups, made);
           }
           for (int64_t row = 0; row < rows; ++row, ++i)
             memcpy(rest + i * p.N + n, made + row * kOffsetLanes, static_cast<size_t>(count) * 4);
@@ -112,7 +116,7 @@ static inline void add_rest(const Product& p, int64_t expert, int64_t row, int64
   for (int64_t r = 0; r < count;) {
     float made[kOffsetLanes];
     const int64_t block = (n + r) / kOffsetLanes;
-    multiply_offsets(offsets + block * kOffsetLanes * p.groups, p.groups, p.group_sums + row * p.groups, made);
+    multiply_offsets<1, kChains>(offsets + block * kOffsetLanes * p.groups, p.groups, p.group_sums + row * p.groups, made);
     for (int64_t lane = n + r - block * kOffsetLanes; lane < kOffsetLanes && r < count; ++lane, ++r) values[r] += made[lane];
   }
 }
