@@ -1,20 +1,24 @@
 """FSDP2 in two processes: codes are sharded as they are, the forward is bit-equal, adapters train."""
 
 import copy
+import types
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.torch_version import TorchVersion
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from hf_quant import QuantizerConfig, quantize_
+from hf_quant.integrations.transformers.parallel import refuse_fsdp_of_integers
 from integration_tests.support.tiny_models import build, inputs
-from integration_tests.support.two_processes import Failures, change, run_in_two_processes, whole
+from integration_tests.support.two_processes import SHARDS_INTEGERS, Failures, change, run_in_two_processes, whole
 
 
 TIED = QuantizerConfig("int4", modules={"lm_head": "int8", "model.embed_tokens": "int8"})
@@ -37,6 +41,7 @@ def load(directory: Path, name: str, **fields) -> nn.Module:
     return AutoModelForCausalLM.from_pretrained(directory / name.replace(" ", "-"), **fields)
 
 
+@pytest.mark.skipif(not SHARDS_INTEGERS, reason="fully_shard of this torch takes floating-point parameters only")
 def test_two_processes_agree_with_one(tmp_path):
     build("llama", torch.float32).save_pretrained(tmp_path / "plain")
     for case, (architecture, config, _) in CASES.items():
@@ -45,6 +50,18 @@ def test_two_processes_agree_with_one(tmp_path):
         model.save_pretrained(tmp_path / case.replace(" ", "-"))
     failures = run_in_two_processes(in_each_process, tmp_path)
     assert not failures, "\n".join(failures)
+
+
+def test_a_torch_that_shards_no_integers_is_named(monkeypatch):
+    model = nn.Linear(4, 4)
+    model.config = types.SimpleNamespace(distributed_config=DistributedConfig(fsdp_size=2))
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0"))
+    refuse_fsdp_of_integers(model)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
+    with pytest.raises(ValueError, match="fsdp_size=2 with torch 2.11.0.*Install torch 2.13"):
+        refuse_fsdp_of_integers(model)
+    model.config.distributed_config = DistributedConfig(tp_size=2)
+    refuse_fsdp_of_integers(model)
 
 
 def in_each_process(directory: Path, failures: Failures) -> None:

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_quant import convert_qat_, prepare_qat_
 from hf_quant.optim import AdamW
-from integration_tests.support.two_processes import Failures, change, run_in_two_processes, whole
+from integration_tests.support.two_processes import SHARDS_INTEGERS, Failures, change, run_in_two_processes, whole
 
 
 SCHEMES = {"int4": "int4", "int2": "int2", "W4A8": "W4A8", "mxfp4": "mxfp4", "fp8": "fp8"}
@@ -50,19 +50,9 @@ def in_each_process(directory: Path, failures: Failures) -> None:
     for name, fields in SCHEMES.items():
         alone = network(fields)
         losses, expected = train(alone, slice(None))
-        codes = convert_qat_(alone).state_dict()
-        with failures.of(f"{name}, fully_shard"):
-            model = network(fields)
-            fully_shard(model[0])
-            own_losses, found = train(fully_shard(model), slice(None))
-            assert own_losses == losses and found.keys() == expected.keys()
-            assert all(torch.equal(found[key], expected[key]) for key in expected)
-            with pytest.raises(ValueError, match="0.weight is sharded: gather the model in one process"):
-                convert_qat_(model)
-            gathered = network(fields)
-            gathered.load_state_dict(found)
-            own = convert_qat_(gathered).state_dict()
-            assert own.keys() == codes.keys() and all(torch.equal(own[key], codes[key]) for key in codes)
+        if SHARDS_INTEGERS:
+            with failures.of(f"{name}, fully_shard"):
+                check_sharded(fields, losses, expected, convert_qat_(alone).state_dict())
         with failures.of(f"{name}, DistributedDataParallel, half of the rows each"):
             halves, found = train(DistributedDataParallel(network(fields)), slice(4 * rank, 4 * rank + 4))
             both = torch.tensor(halves)
@@ -71,16 +61,35 @@ def in_each_process(directory: Path, failures: Failures) -> None:
             # Adam divides gradients by their size: those near 0 have other signs by another order of summing up.
             near = [torch.isclose(found[key].float(), expected[key].float(), atol=1e-4) for key in expected]
             assert sum(int(part.sum()) for part in near) > 0.99 * sum(part.numel() for part in near)
-    with failures.of("fully_shard, fp32 weights that compute in bf16"):
-        model, policy = network("int4"), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        fully_shard(model[0], mp_policy=policy)
-        _, found = train(fully_shard(model, mp_policy=policy), slice(None))
-        x = torch.randn(8, 128, generator=torch.Generator().manual_seed(STEPS))
-        with torch.no_grad():
-            trained, errors = model(x), {}
-            for dtype in (torch.float32, torch.bfloat16):
-                gathered = network("int4")
-                gathered.load_state_dict(found)
-                errors[dtype] = change(convert_qat_(gathered.to(dtype))(x.to(dtype)), trained)
-        # Codes are chosen for the bf16 copies of the weights, of which convert_qat_ must know.
-        assert errors[torch.bfloat16] < 0.008 and errors[torch.float32] > 0.015, errors
+    if SHARDS_INTEGERS:
+        with failures.of("fully_shard, fp32 weights that compute in bf16"):
+            check_mixed_precision()
+
+
+def check_sharded(fields: str, losses: list[float], expected: dict[str, Tensor], codes: dict[str, Tensor]) -> None:
+    model = network(fields)
+    fully_shard(model[0])
+    own_losses, found = train(fully_shard(model), slice(None))
+    assert own_losses == losses and found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    with pytest.raises(ValueError, match="0.weight is sharded: gather the model in one process"):
+        convert_qat_(model)
+    gathered = network(fields)
+    gathered.load_state_dict(found)
+    own = convert_qat_(gathered).state_dict()
+    assert own.keys() == codes.keys() and all(torch.equal(own[key], codes[key]) for key in codes)
+
+
+def check_mixed_precision() -> None:
+    model, policy = network("int4"), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    fully_shard(model[0], mp_policy=policy)
+    _, found = train(fully_shard(model, mp_policy=policy), slice(None))
+    x = torch.randn(8, 128, generator=torch.Generator().manual_seed(STEPS))
+    with torch.no_grad():
+        trained, errors = model(x), {}
+        for dtype in (torch.float32, torch.bfloat16):
+            gathered = network("int4")
+            gathered.load_state_dict(found)
+            errors[dtype] = change(convert_qat_(gathered.to(dtype))(x.to(dtype)), trained)
+    # Codes are chosen for the bf16 copies of the weights, of which convert_qat_ must know.
+    assert errors[torch.bfloat16] < 0.008 and errors[torch.float32] > 0.015, errors

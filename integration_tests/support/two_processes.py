@@ -14,6 +14,8 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 
+# fully_shard of torch 2.11 makes a parameter of each shard that asks for a gradient: pytorch/pytorch#177844.
+SHARDS_INTEGERS = torch.__version__ >= "2.12"
 TIMEOUT = 240  # seconds for everything; one collective gets a quarter
 
 

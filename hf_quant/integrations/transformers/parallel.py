@@ -45,12 +45,26 @@ _PREFIX = "hf_quant_"
 
 def refuse_fsdp(model: nn.Module) -> None:
     """Raise ValueError if FSDP would shard the 16-bit weights that are to be quantized on load."""
-    distributed = getattr(model.config, "distributed_config", None)
-    if distributed is not None and (getattr(distributed, "dp_size", None) or distributed.fsdp_size) > 1:
+    if (size := _fsdp_size(model)) > 1:
         raise ValueError(
-            f"fsdp_size={distributed.fsdp_size} with quantization on load: FSDP shards each weight before it can be "
+            f"fsdp_size={size} with quantization on load: FSDP shards each weight before it can be "
             "quantized. Quantize and save the model in one process, then load that checkpoint with FSDP"
         )
+
+
+def refuse_fsdp_of_integers(model: nn.Module) -> None:
+    """Raise ValueError if FSDP would shard codes, and this torch shards floating-point parameters only."""
+    if (size := _fsdp_size(model)) > 1 and torch.__version__ < "2.12":
+        raise ValueError(
+            f"fsdp_size={size} with torch {torch.__version__}: its fully_shard takes floating-point parameters only, "
+            "and codes are integers. Install torch 2.13 or newer, or load with tensor parallelism (tp_plan='auto')"
+        )
+
+
+def _fsdp_size(model: nn.Module) -> int:
+    """The number of processes over which FSDP will shard a model."""
+    distributed = getattr(model.config, "distributed_config", None)
+    return 1 if distributed is None else getattr(distributed, "dp_size", None) or distributed.fsdp_size
 
 
 def refuse_parallel(model: nn.Module) -> None:

@@ -66,6 +66,7 @@ from hf_quant.integrations.transformers.parallel import (
     prepare_parallel,
     quantize_shard,
     refuse_fsdp,
+    refuse_fsdp_of_integers,
     refuse_parallel,
 )
 from hf_quant.kernels.native import use_huge_pages
@@ -139,6 +140,7 @@ class TransformersQuantizer(HfQuantizer):
                 raise ValueError(
                     "a quantized checkpoint is loaded from its files: give its directory in place of `state_dict`"
                 )
+            refuse_fsdp_of_integers(model)
             self._prepare_from_files(model, checkpoint_files)
         else:
             refuse_fsdp(model)
