@@ -223,12 +223,17 @@ def build(name: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> nn.M
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if "router" in parameter_name or parameter_name.endswith("mlp.gate.weight"):
-                parameter.normal_(std=2)  # no ties: quantization must not send tokens to other experts
+                _draw(parameter, std=2)  # no ties: quantization must not send tokens to other experts
             elif parameter.dim() > 1:
-                parameter.normal_(std=0.08)
+                _draw(parameter, std=0.08)
             elif parameter_name.endswith("bias"):
-                parameter.normal_(std=0.1)
+                _draw(parameter, std=0.1)
     return model
+
+
+def _draw(parameter: Tensor, std: float) -> None:
+    """Set to random numbers that every torch draws alike: torch 2.11 has others for bf16 than for fp32."""
+    parameter.copy_(torch.empty(parameter.shape).normal_(std=std))
 
 
 def inputs(name: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
