@@ -129,6 +129,13 @@ def _input_transform(fields: dict[str, Any], is_default: bool) -> InputTransform
     return DEFAULT_TRANSFORM if given == "hadamard" else None
 
 
+def without_float_zeros(scheme: LinearScheme) -> LinearScheme:
+    """Return the scheme of the same codes without floating-point zero points, which no field asks for."""
+    if not scheme.weight.has_float_zeros:
+        return scheme
+    return replace(scheme, weight=replace(scheme.weight, symmetric=True, zero_point_dtype="uint8"))
+
+
 def fields_of(scheme: LinearScheme) -> dict[str, Any]:
     """Return the scheme fields that `resolve_scheme` turns into this scheme for a weight of any dtype.
 
@@ -137,9 +144,9 @@ def fields_of(scheme: LinearScheme) -> dict[str, Any]:
     """
     if scheme.weight.has_float_zeros:
         format = FORMATS.get(scheme.weight.format)
-        if format is None or not format.spec.is_integer:
+        if format is None or not format.spec.is_integer or scheme.sparsity is not None:
             raise ValueError(f"this version has no scheme {scheme.to_dict()}")
-        scheme = replace(scheme, weight=replace(scheme.weight, symmetric=True, zero_point_dtype="uint8"))
+        scheme = without_float_zeros(scheme)
     weight, activation, on_cpu = scheme.weight, scheme.activation, scheme.cpu_activation
     transform = scheme.input_transform
     fixed = any(f.name == weight.format and f.fixed_group_size for f in FORMATS.values())

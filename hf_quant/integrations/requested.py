@@ -7,7 +7,7 @@ import torch
 from hf_quant.config import AUTO, QuantizerConfig
 from hf_quant.patterns import matches
 from hf_quant.planning import schemes_from_list
-from hf_quant.resolve import SCHEME_FIELDS, fields_of, resolve_scheme
+from hf_quant.resolve import SCHEME_FIELDS, fields_of, resolve_scheme, without_float_zeros
 from hf_quant.scheme import LinearScheme
 
 
@@ -64,4 +64,4 @@ def _asks_for(stored: LinearScheme, config: QuantizerConfig, requested: Quantize
         return False
     if asked["input_transform"] == "hadamard" and scheme.input_transform and stored.input_transform:
         scheme = replace(scheme, input_transform=stored.input_transform)  # of the block size that fits the layer
-    return scheme == stored and given["algorithm"] == asked["algorithm"]
+    return scheme == without_float_zeros(stored) and given["algorithm"] == asked["algorithm"]

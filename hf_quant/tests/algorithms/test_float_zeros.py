@@ -58,8 +58,9 @@ def test_what_cannot_be():
             TensorQuant(**{**quant_of().to_dict(), **fields})
     with pytest.raises(ValueError, match="zero_point_dtype is 'int8'; allowed: uint8, float16, bfloat16, float32"):
         quant_of(zero="int8")
-    with pytest.raises(ValueError, match="this version has no scheme"):
-        fields_of(LinearScheme(quant_of("nf4")))
+    for scheme in (LinearScheme(quant_of("nf4")), LinearScheme(quant_of(), sparsity="2:4")):
+        with pytest.raises(ValueError, match="this version has no scheme"):
+            fields_of(scheme)
 
 
 def test_schemes_are_stored_and_older_ones_as_before():

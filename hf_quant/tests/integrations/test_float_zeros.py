@@ -97,6 +97,8 @@ def test_a_saved_model_is_the_same(tmp_path):
             assert value is None or torch.equal(value, again.get_submodule(name)._parameters[key])
     with torch.no_grad():
         assert torch.equal(model(ids).logits, again(ids).logits)
+    config = model.config.quantization_config
+    AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)  # its own, which asks for nothing else
     layer = again.model.layers[0].self_attn.q_proj
     layer.zero_point.view(torch.float16)[0, 0] = torch.inf
     again.save_pretrained(tmp_path / "wrong")
