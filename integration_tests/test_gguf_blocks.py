@@ -9,7 +9,7 @@ import torch
 
 from hf_quant.algorithms import PackedWeight, quantize_matrix
 from hf_quant.convert.gguf import blocks
-from hf_quant.convert.gguf.blocks import TYPES, pack, type_for, unpack
+from hf_quant.convert.gguf.blocks import OTHERWISE, TYPES, pack, type_for, unpack
 from hf_quant.kernels import dequantize
 from hf_quant.resolve import resolve_scheme
 from hf_quant.scheme import LinearScheme, TensorQuant
@@ -79,6 +79,14 @@ def test_q4_0_and_q8_0_by_hand():
     packed = unpack(TYPES["Q8_0"], block, 32)
     assert packed.qdata.tolist() == [signed] and packed.scale.tolist() == [[0.25]]
     assert torch.equal(pack("Q8_0", packed, TYPES["Q8_0"].quant, 32), block)
+
+
+def test_a_group_of_equal_weights_has_a_minimum_and_a_scale_of_0():
+    block = torch.tensor(list(struct.pack("<ee16B", 0.0, -3.0, *range(16))), dtype=torch.uint8)[None]
+    with pytest.raises(ValueError, match="is no multiple of its scale"):
+        unpack(TYPES["Q4_1"], block, 32)
+    known = OTHERWISE["Q4_1"]
+    assert decoded(unpack(known, block, 32), known.quant, 32).tolist() == [[-3.0] * 32]
 
 
 def test_a_row_with_a_negative_scale_of_int8_turns_its_codes_and_cannot_hold_128():

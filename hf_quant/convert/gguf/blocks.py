@@ -118,7 +118,8 @@ def _q4_0(blocks: Tensor) -> Codes:
 def _q4_1(blocks: Tensor) -> Codes:
     scale, minimum = _half(blocks, 0), _half(blocks, 2)
     zeros = -minimum.double() / torch.where(scale == 0, 1.0, scale.double())
-    if bool(((zeros != zeros.round()) | (zeros < 0) | (zeros > 15)).any()):
+    is_constant = (scale == 0) & (minimum != 0)  # which a zero point times a scale is not
+    if bool(((zeros != zeros.round()) | (zeros < 0) | (zeros > 15) | is_constant).any()):
         raise Inexpressible("the minimum of a group is no multiple of its scale, as a zero point of int4 is")
     return Codes(_nibbles(blocks[..., 4:]).flatten(1), scale, zeros.to(torch.uint8))
 
