@@ -5,6 +5,7 @@ from torch import Tensor
 
 from hf_quant.kernels import prepack
 from hf_quant.kernels.codes import expand_rows
+from hf_quant.kernels.float_zeros import offsets_of
 from hf_quant.kernels.native.arguments import DTYPES, UNIT, layout_arguments
 from hf_quant.kernels.native.extension import module
 from hf_quant.kernels.weight import Weight
@@ -77,7 +78,10 @@ def _factors(w: Weight) -> tuple[Tensor, Tensor | None]:
     scale = w.scale if len(w.scale) in (1, w.N) else expand_rows(w.scale, w.N)
     if w.zero_point is None:
         return scale, None
-    scale = scale.float()  # value = (code - zero point) * scale
+    scale = scale.float()
+    if w.has_float_zeros:  # value = code * scale + zero point
+        return scale, offsets_of(w)
+    # value = (code - zero point) * scale
     return scale, (2.0 ** (w.spec.bits - 1) - w.zero_point.float()) * scale
 
 

@@ -10,12 +10,12 @@ from hf_quant.kernels.native.blocks import Block
 from hf_quant.kernels.native.heads import HeadRows, unsupported_reason
 from hf_quant.kernels.weight import Weight
 from hf_quant.testing import assert_close
-from hf_quant.tests.kernels.cases import QUANTS, decode_slowly, packed_case
+from hf_quant.tests.kernels.cases import FLOAT_ZEROS, QUANTS, decode_slowly, packed_case
 
 
 HEADS, BEFORE, COUNT, BEHIND, K = 3, 5, 70, 2, 96
 N = HEADS * (BEFORE + COUNT + BEHIND)
-KNOWN = [quant for quant in QUANTS if arguments.knows(quant.format)]
+KNOWN = [quant for quant in (*QUANTS, *FLOAT_ZEROS) if arguments.knows(quant.format)]
 
 pytestmark = pytest.mark.usefixtures("poison_empty")
 
