@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from hf_quant import dequantize_
 from hf_quant.algorithms import quantize_matrix
 from hf_quant.integrations.transformers.blocks import base
+from hf_quant.kernels import clear_prepacked
 from hf_quant.modules import QuantizedModule, packed_key
 from hf_quant.planning import schemes_to_list
 from hf_quant.scheme import LinearScheme, TensorQuant
@@ -71,6 +72,21 @@ def test_weights_that_are_written_in_place():
             torch.testing.assert_close(model(ids).logits, expected, atol=1e-4, rtol=1e-4)
             assert (expected - before).norm() > 0.1 * before.norm()
             before = expected
+
+
+def test_inference_tensors_that_are_written_in_place():
+    """Nothing counts their changes: `clear_prepacked` tells."""
+    ids = prompt()
+    with torch.inference_mode():
+        model = with_float_zeros("llama", INT4)
+        for _ in range(3):
+            model(ids)
+        assert found_blocks(model)
+        for layer in quantized_layers(model).values():
+            layer.scale.view(torch.float32)[::3] *= -2
+        clear_prepacked()
+        expected = dequantize_(copy.deepcopy(model))(ids).logits
+        torch.testing.assert_close(model(ids).logits, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_gradients_and_merged_adapters():

@@ -27,6 +27,7 @@ from hf_quant.kernels.native import active
 from hf_quant.kernels.native.blocks import Block
 from hf_quant.kernels.native.places import entries_of, place_of, unchanged
 from hf_quant.kernels.native.products import serves, takes_int8
+from hf_quant.kernels.prepack import era
 from hf_quant.kernels.weight import Weight
 from hf_quant.modules import QuantizedModule, QuantLinear
 from hf_quant.modules.packed_linear import PackedLinear
@@ -83,8 +84,9 @@ class Watch:
         for module in {**{id(module): module for module in modules}, **children}.values():
             entries += entries_of(module._parameters)
             if isinstance(module, QuantizedModule) and module.scheme.weight.has_float_zeros:
-                # What a block reads was made from their values.
+                # What a block reads was made from their values; of inference tensors `clear_prepacked` tells changes.
                 numbers += versions_of(value for value in module._parameters.values() if value is not None)
+                entries += entries_of(era)
             tensors += [parameter for parameter in module._parameters.values() if parameter is not None]
         # Not by the dict of a module, whose block would keep it alive.
         self.settings = [(ref(module), _settings_of(module)) for module in modules if id(module) not in children]
