@@ -62,6 +62,14 @@ def test_flattened_subclasses(pack, scheme, bits, note, llama, tmp_path):
     check_import(tmp_path / "in", tmp_path / "out", meant, scheme, bits)
 
 
+def test_the_last_group_of_a_row_may_be_shorter(llama, tmp_path):
+    meant = torchao.torchao_checkpoint(tmp_path / "in", llama, torchao.int4_pairs(96))
+    assert all(weight.shape[1] % 96 for weight in meant.values())
+    import_checkpoint(tmp_path / "in", tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert mismatches(meant, weights_of(model))[0] == 0
+
+
 @pytest.mark.parametrize(
     "pack",
     [

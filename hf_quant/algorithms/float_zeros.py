@@ -34,11 +34,7 @@ def quantize_with_float_zeros(weight: Tensor, quant: TensorQuant, packed: Packed
     for start in range(0, len(rows), step):
         at, size = slice(start, start + step), quant.columns_per_scale(K)
         groups = _in_groups(rows[at].float(), size)
-        codes, scale[at], zero_point[at] = _fitted(groups, quant, format.bits)
-        if not format.spec.is_packed:  # codes are stored from -128 on, but those of equal weights as 0
-            lowest = torch.where(codes.any(-1), 128.0, 0.0)
-            zero_point[at] = (zero_point[at].float() + lowest * scale[at].float()).to(zero_point.dtype)
-            codes = codes - lowest.unsqueeze(-1)
+        codes, scale[at], zero_point[at] = _fitted(groups, quant)
         codes = codes.to(torch.uint8 if format.spec.is_packed else torch.int8)
         qdata[at] = format.pack(codes.flatten(1)[:, :K])
     return bool(weight.isfinite().all())
@@ -52,24 +48,32 @@ def _in_groups(rows: Tensor, size: int) -> Tensor:
     return rows.view(len(rows), -1, size)
 
 
-def _fitted(groups: Tensor, quant: TensorQuant, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes from 0 on [n, groups, size] in fp32, and (scale, zero_point) [n, groups] in their stored dtypes."""
+def _fitted(groups: Tensor, quant: TensorQuant) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [n, groups, size] in fp32, and (scale, zero_point) [n, groups] in their stored dtypes."""
+    first, last = _ends(quant)
     low, high = groups.aminmax(dim=-1, keepdim=True)
-    best = _encoded(groups, (high - low) / (2**bits - 1), low, quant, bits)
+    scale = (high - low) / (last - first)
+    best = _encoded(groups, scale, low - first * scale, quant)
     for _ in range(_FITS):
         codes, _, _, error = best
         mean, middle = groups.mean(-1, keepdim=True), codes.mean(-1, keepdim=True)
         spread = (codes - middle).square().sum(-1, keepdim=True)
         scale = ((codes - middle) * groups).sum(-1, keepdim=True) / spread.clamp(min=1.0)
-        found = _encoded(groups, scale, mean - scale * middle, quant, bits)
+        found = _encoded(groups, scale, mean - scale * middle, quant)
         better = found[3] < error
         best = tuple(torch.where(better, new, old) for new, old in zip(found, best))
     codes, scale, zero_point, _ = best
     return codes, scale.squeeze(-1), zero_point.squeeze(-1)
 
 
+def _ends(quant: TensorQuant) -> tuple[int, int]:
+    """The smallest and the largest code as they are stored."""
+    spec = FORMATS[quant.format].spec
+    return (0, 2**spec.bits - 1) if spec.is_packed else (-128, 127)
+
+
 def _encoded(
-    groups: Tensor, scale: Tensor, zero_point: Tensor, quant: TensorQuant, bits: int
+    groups: Tensor, scale: Tensor, zero_point: Tensor, quant: TensorQuant
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(codes, scale, zero_point, squared error) of groups, where scale and zero point are rounded as they are stored.
 
@@ -80,6 +84,6 @@ def _encoded(
     scale = torch.where(scale > 0, scale, unused_scale(dtype))
     zero_point = zero_point.to(getattr(torch, quant.zero_point_dtype))
     s, z = scale.float(), zero_point.float()
-    codes = ((groups - z) / s).round_().clamp_(0, 2**bits - 1)
+    codes = ((groups - z) / s).round_().clamp_(*_ends(quant))
     error = (codes * s + z - groups).square_().sum(-1, keepdim=True)
     return codes, scale, zero_point, error

@@ -51,22 +51,23 @@ def intx(bits: int, group: int, symmetric: bool):
     return pack
 
 
-def decoded_int4(codes: Tensor, scale: Tensor, zeros: Tensor) -> Tensor:
+def decoded_int4(codes: Tensor, scale: Tensor, zeros: Tensor, group: int) -> Tensor:
     """code * scale + zero, where fp32 rounds what the code -8 means, and the sum."""
     lowest = (zeros.double() - 8 * scale.double()).float()
-    return (codes + 8) * spread(scale.float(), *codes.shape) + spread(lowest, *codes.shape)
+    scale, lowest = (part.repeat_interleave(group, 1)[:, : codes.shape[1]] for part in (scale.float(), lowest))
+    return (codes + 8) * scale + lowest
 
 
 def int4_pairs(group: int):
     def pack(N: int, K: int, dtype: torch.dtype, seed: int) -> Subclass:
-        codes, scale = randint(seed, -8, 8, N, K), uniform(seed, N, K // group).to(dtype)
-        zeros = (uniform(seed + 1, N, K // group) - 0.002).to(dtype)
+        codes, groups = randint(seed, -8, 8, N, K), -(-K // group)
+        scale, zeros = uniform(seed, N, groups).to(dtype), (uniform(seed + 1, N, groups) - 0.002).to(dtype)
         pairs = torch.zeros(N, K // 2, dtype=torch.int8)
         for column in range(K):
             pairs[:, column // 2] |= ((codes[:, column] & 15) << 4 * (column % 2)).to(torch.uint8).view(torch.int8)
         tensors = {"qdata": pairs, "scale": scale.T, "zero_point": zeros.T}
         fields = {"block_size": [1, group], "shape": [N, K], "activation_dtype": torch.bfloat16}
-        return Subclass("Int4Tensor", fields, tensors, decoded_int4(codes, scale, zeros).to(dtype))
+        return Subclass("Int4Tensor", fields, tensors, decoded_int4(codes, scale, zeros, group).to(dtype))
 
     return pack
 
@@ -87,7 +88,7 @@ def int4_tiles(group: int):
                     words[:, :, lane, word] |= codes[lane // 4 :: 8, column::128] << place
         words = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
         tensors = {"qdata": words, "scale_and_zero": torch.stack([scale, zeros], -1).transpose(0, 1)}
-        fields, meant = {"block_size": [1, group], "shape": [N, K]}, decoded_int4(codes - 8, scale, zeros)
+        fields, meant = {"block_size": [1, group], "shape": [N, K]}, decoded_int4(codes - 8, scale, zeros, group)
         return Subclass("Int4TilePackedTo4dTensor", fields, tensors, meant[:N, :K].to(dtype))
 
     return pack

@@ -14,6 +14,7 @@ from hf_quant.convert.files import TensorFiles
 from hf_quant.convert.layers import FLOATS, groups_of, tensor_info, without_zero_scales
 from hf_quant.convert.torchao.records import Record
 from hf_quant.formats import INT4
+from hf_quant.resolve import GROUP_SIZES
 from hf_quant.scheme import TensorQuant
 
 
@@ -94,7 +95,10 @@ def _found(
 ) -> Found:
     """Return the weight of codes [N, K] from 0 on, and of scales and zero points [groups, N], with padding behind."""
     N, K = shape
-    granularity, size, columns = groups_of(record.module, K, block)
+    if block in GROUP_SIZES and block < K:  # the last one may be shorter
+        granularity, size, columns = "group", block, block
+    else:
+        granularity, size, columns = groups_of(record.module, K, block)
     dtype = str(scales.dtype).removeprefix("torch.")
     quant = TensorQuant("int4", granularity, size, False, dtype, zero_point_dtype="float32")
 

@@ -45,6 +45,14 @@ def test_equal_weights_are_exact_and_the_fit_is_better_than_the_ends():
     assert found < 0.97 * (ends.flatten(1) - weight).norm()
 
 
+def test_zero_points_of_int8_are_rounded_once():
+    torch.manual_seed(0)
+    weight = torch.randn(64, 128) + 3
+    kinds = ("float32", "float16")
+    exact, rounded = ((decoded(weight, quant_of("int8", zero=kind)) - weight).norm() for kind in kinds)
+    assert rounded < 1.05 * exact
+
+
 def test_what_cannot_be():
     weight = torch.ones(2, 64)
     weight[1, 3] = torch.nan

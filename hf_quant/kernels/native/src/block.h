@@ -8,7 +8,7 @@
 
 namespace hfq {
 
-constexpr size_t kMaxBlockArguments = 8, kMaxSiblings = 4;
+constexpr size_t kMaxBlockArguments = 8;
 
 // Values [M, width]. The first ones are the block's arguments, the others lie in scratch.
 struct BlockBuffer {

@@ -397,8 +397,10 @@ struct Kernels {
   void (*multiply_sums)(const Product&, const float* sums, float* rest);
 };
 
+constexpr size_t kMaxSiblings = 4;
+
 // y of a product and of its siblings, with the offsets of the weights; false if there is no memory.
-bool multiply(const Kernels& kernels, Product& product);
+bool multiply(const Kernels& kernels, const Product& product);
 
 extern const Kernels kPortable;
 #if defined(__x86_64__)
