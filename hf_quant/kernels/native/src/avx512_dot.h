@@ -262,8 +262,11 @@ class RowScales {
 // y of rows n..end of the weight with one row of x: `sums`, scaled by what is left, plus the bias and the rest.
 HFQ_INLINE void store_column(const Product& p, const float* sums, float factor, int64_t bias_first, int64_t expert, int64_t n,
                              int64_t end, int64_t row) {
-  float rest[kPanel] = {};
-  if (p.offsets != nullptr) HFQ_SET::add_rest(p, expert, row, n, end - n, rest);
+  float rest[kPanel];
+  if (p.offsets != nullptr) {
+    memset(rest, 0, sizeof rest);
+    HFQ_SET::add_rest(p, expert, row, n, end - n, rest);
+  }
   for (int64_t r = n; r < end; r += 16) {
     const __mmask16 mask = end - r >= 16 ? 0xffff : static_cast<__mmask16>((1u << (end - r)) - 1);
     __m512 added = p.bias == nullptr ? _mm512_setzero_ps() : load_scales(p.bias, p.bias_dtype, bias_first + r, end - r);
