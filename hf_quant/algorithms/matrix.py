@@ -41,7 +41,8 @@ def quantize_matrix(
     """Quantize weight [..., N, K] (fp16, bf16, fp32) on its device, in row blocks with bounded temporaries.
 
     `algorithm` is a key of ALGORITHMS, None the default for the format; `name` is what errors call the weight. Weights
-    of which a matrix has but one magnitude, and zeros (BitNet's), become exact codes in int2 by the default.
+    of which a matrix has but one magnitude, and zeros (BitNet's), become exact codes in int2 by the default. With
+    floating-point zero points there is one way, `quantize_with_float_zeros`, whatever `algorithm` is.
     Raises ValueError on NaN or inf, on an unknown algorithm, and on a weight without elements.
     """
     choose = _algorithm(quant, algorithm)

@@ -19,6 +19,7 @@ from hf_quant.algorithms import PackedWeight
 from hf_quant.convert.compressed_tensors.tensors import unpack_nibbles
 from hf_quant.convert.files import TensorFiles
 from hf_quant.convert.foreign import Foreign, ForeignWeight
+from hf_quant.convert.layers import float_zero_points
 from hf_quant.formats import INT4
 from hf_quant.kernels.codes import packed_words
 from hf_quant.scheme import LinearScheme, TensorQuant
@@ -115,7 +116,7 @@ def _gptq_weight(files: TensorFiles, module: str, fields: dict[str, Any], minus_
             qdata = torch.nn.functional.pad(words, (0, packed_words(K, bits) - words.shape[1]))
         else:
             qdata = (words.view(torch.uint8) ^ _SIGN).view(torch.int8)
-            zero_point = None if symmetric else (middle - zeros.double()).mul_(scale).float()
+            zero_point = None if symmetric else float_zero_points(zeros, scale, middle)
         return PackedWeight(qdata, scale, zero_point, None)
 
     return ForeignWeight(module, scheme, (N, K), keys, unpack)

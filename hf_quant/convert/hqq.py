@@ -14,10 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_quant.algorithms import PackedWeight, unused_scale
+from hf_quant.algorithms import PackedWeight
 from hf_quant.convert.files import TensorFiles
 from hf_quant.convert.foreign import Foreign, ForeignWeight
-from hf_quant.convert.layers import FLOATS, groups_of, modules_with, tensor_info, without_zero_scales
+from hf_quant.convert.layers import (
+    FLOATS,
+    float_zero_points,
+    groups_of,
+    modules_with,
+    tensor_info,
+    without_zero_scales,
+)
 from hf_quant.formats import FORMATS
 from hf_quant.scheme import LinearScheme, TensorQuant
 
@@ -110,9 +117,9 @@ def _unpack(
     middle = 0 if format.spec.is_packed else 128
     codes = codes if format.spec.is_packed else (codes ^ 0x80).view(torch.int8)
     if quant.has_float_zeros:
-        offsets = (middle - zeros.double()).mul_(scale).float()
-        codes, scale = without_zero_scales(codes, scale, columns, unused=unused_scale(scale.dtype))
-        return PackedWeight(format.pack(codes), scale, offsets, None)
+        zeros = float_zero_points(zeros, scale, middle)
+        codes, scale = without_zero_scales(codes, scale, columns, float_zeros=True)
+        return PackedWeight(format.pack(codes), scale, zeros, None)
     zeros = zeros.to(torch.uint8)
     codes, scale = without_zero_scales(codes, scale, columns, zeros if format.spec.is_packed else 0)
     return PackedWeight(format.pack(codes), scale, None if quant.symmetric else zeros, None)

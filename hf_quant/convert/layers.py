@@ -6,7 +6,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from hf_quant.algorithms import PackedWeight
+from hf_quant.algorithms import PackedWeight, unused_scale
 from hf_quant.checkpoint import TensorInfo
 from hf_quant.convert.files import TensorFiles
 from hf_quant.kernels.codes import BLOCK_SIZE, packed_words
@@ -62,12 +62,13 @@ def groups_of(module: str, K: int, block: int) -> tuple[str, int | None, int]:
 
 
 def without_zero_scales(
-    codes: Tensor, scale: Tensor, columns: int, zero: int | Tensor = 0, *, rows: int = 1, unused: float = 1.0
+    codes: Tensor, scale: Tensor, columns: int, zero: int | Tensor = 0, *, rows: int = 1, float_zeros: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return codes [..., N, K] and scales [..., N / rows, ceil(K / columns)] of the same weights, no scale being 0.
 
     A scale of 0 makes weights of 0; hf_quant has none, so these get the code `zero` (one for all, or one for each
-    scale) and the scale `unused`. The codes have one byte each.
+    scale) and the scale 1. The codes have one byte each. With floating-point zero points, which are added to them, the
+    scale is `unused_scale`.
     """
     empty = scale.view(torch.uint8) == 0 if scale.dtype == torch.float8_e4m3fn else scale == 0
     if not bool(empty.any()):
@@ -81,7 +82,13 @@ def without_zero_scales(
     found, kind = codes.contiguous().view(torch.uint8).clone(), codes.dtype
     fill = spread(zero).expand(codes.shape)[mask] if isinstance(zero, Tensor) else zero
     found[mask] = fill
+    unused = unused_scale(scale.dtype) if float_zeros else 1.0
     return found.view(kind), torch.where(empty, unused, scale.float()).to(scale.dtype)
+
+
+def float_zero_points(zeros: Tensor, scale: Tensor, middle: int = 0) -> Tensor:
+    """Return the value of code 0, in fp32: weights are (code - zero) * scale, and codes are stored less `middle`."""
+    return (middle - zeros.double()).mul_(scale).float()
 
 
 def rows_of_scale(N: int, granularity: str) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_quant.algorithms import PackedWeight, unused_scale
+from hf_quant.algorithms import PackedWeight
 from hf_quant.convert.files import TensorFiles
 from hf_quant.convert.foreign import Foreign, ForeignWeight
 from hf_quant.convert.hosts import Empty
@@ -101,6 +101,5 @@ def _unpack(
         return values.flatten().repeat_interleave(packed.shape[1] // columns).view(N, K // columns)
 
     scale, zero_point = spread(files.read(keys[1])), spread(-shift if is_float else shift.view(torch.uint8))
-    unused = unused_scale(scale.dtype) if is_float else 1.0
-    codes, scale = without_zero_scales(codes, scale, columns, 0 if is_float else zero_point, unused=unused)
+    codes, scale = without_zero_scales(codes, scale, columns, 0 if is_float else zero_point, float_zeros=is_float)
     return PackedWeight(FORMATS[f"int{bits}"].pack(codes), scale, zero_point, None)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hf_quant.algorithms import PackedWeight, unused_scale
+from hf_quant.algorithms import PackedWeight
 from hf_quant.checkpoint import TensorInfo, shorten
 from hf_quant.convert.files import TensorFiles
 from hf_quant.convert.layers import FLOATS, groups_of, tensor_info, without_zero_scales
@@ -25,14 +25,14 @@ Found = tuple[TensorQuant, tuple[int, int], Callable[[], PackedWeight]]  # (quan
 
 def int4_pairs(files: TensorFiles, record: Record) -> Found:
     """A weight of `qdata` [N, K / 2], the first of two codes in the lower half of its byte; scales [groups, N]."""
-    stored = tensor_info(files, _key(record, "qdata"), [torch.int8, torch.uint8], dims=2)
+    stored = tensor_info(files, record.key("qdata"), [torch.int8, torch.uint8], dims=2)
     N, K = stored.shape[0], 2 * stored.shape[1]
     block = _columns_of(record)
-    numbers = [_key(record, part) for part in ("scale", "zero_point")]
+    numbers = [record.key(part) for part in ("scale", "zero_point")]
     infos = [tensor_info(files, key, FLOATS, [(-(-K // block), N)]) for key in numbers]
 
     def codes() -> Tensor:
-        pairs = files.read(_key(record, "qdata")).contiguous().view(torch.uint8)
+        pairs = files.read(record.key("qdata")).contiguous().view(torch.uint8)
         return torch.stack([pairs & 15, pairs >> 4], -1).flatten(1) ^ 8
 
     return _found(record, infos[0], (N, K), block, codes, lambda: tuple(files.read(key) for key in numbers))
@@ -45,13 +45,13 @@ def int4_tiles(files: TensorFiles, record: Record) -> Found:
     4 p on (`_convert_weight_to_int4pack` of
     https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/cuda/int4mm.cu).
     """
-    key = _key(record, "qdata")
+    key = record.key("qdata")
     stored = tensor_info(files, key, [torch.int32], dims=4)
     rows, tiles, lanes, words = stored.shape
     (N, K), padded = _two_sizes(record, "shape"), (8 * rows, 32 * words * tiles)
     if lanes != 32 or N > padded[0] or K > padded[1]:
         raise ValueError(f"{key} is {stored}, of the shape [{N}, {K}]; needs [N / 8, K / 32 J, 32, J]")
-    block, both = _columns_of(record), _key(record, "scale_and_zero")
+    block, both = _columns_of(record), record.key("scale_and_zero")
     info = tensor_info(files, both, FLOATS, [(-(-padded[1] // block), padded[0], 2)])
 
     def codes() -> Tensor:
@@ -61,12 +61,6 @@ def int4_tiles(files: TensorFiles, record: Record) -> Found:
         return found.reshape(padded)[:N, :K]
 
     return _found(record, info, (N, K), block, codes, lambda: files.read(both).unbind(-1))
-
-
-def _key(record: Record, part: str) -> str:
-    if part not in record.parts:
-        raise ValueError(f"{record.module}.{record.weight}, a {record.kind}, has no {part}")
-    return record.parts[part]
 
 
 def _two_sizes(record: Record, field: str) -> tuple[int, int]:
@@ -106,7 +100,7 @@ def _found(
         whole = [part.T[:N].repeat_interleave(max(block // columns, 1), 1) for part in numbers()]
         scale, zeros = (part[:, : -(-K // columns)].contiguous() for part in whole)
         offsets = (zeros.double() - 8 * scale.double()).float()
-        unsigned, scale = without_zero_scales(codes(), scale, columns, unused=unused_scale(scale.dtype))
+        unsigned, scale = without_zero_scales(codes(), scale, columns, float_zeros=True)
         return PackedWeight(INT4.pack(unsigned), scale, offsets, None)
 
     return quant, shape, unpack

@@ -27,6 +27,12 @@ class Record(NamedTuple):
     fields: dict[str, Any]
     parts: dict[str, str]  # {attribute: key}
 
+    def key(self, part: str) -> str:
+        """Return the key of a tensor. Raises ValueError if the record has none of that name."""
+        if part not in self.parts:
+            raise ValueError(f"{self.module}.{self.weight}, a {self.kind}, has no {part}")
+        return self.parts[part]
+
 
 def part_key(module: str, weight: str, attribute: str) -> str:
     """Return the key of a tensor of a subclass."""

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_quant.algorithms import PackedWeight, unused_scale
+from hf_quant.algorithms import PackedWeight
 from hf_quant.checkpoint import TensorInfo, shorten
 from hf_quant.convert.files import TensorFiles
 from hf_quant.convert.foreign import Foreign, ForeignWeight
 from hf_quant.convert.layers import (
     FLOATS,
+    float_zero_points,
     fp4_words,
     groups_of,
     nvfp4_weight,
@@ -58,10 +59,8 @@ class _Weight(NamedTuple):
     notes: tuple[str, ...] = ()
 
     def key(self, part: str) -> str:
-        """Return the key of a tensor. Raises ValueError if the record has none of that name."""
-        if part not in self.record.parts:
-            raise ValueError(f"{self.record.module}.{self.record.weight}, a {self.record.kind}, has no {part}")
-        return self.record.parts[part]
+        """Return the key of a tensor, as `Record.key`."""
+        return self.record.key(part)
 
 
 def read_torchao(files: TensorFiles, fields: dict[str, Any], dtype: torch.dtype | None) -> Foreign:
@@ -191,24 +190,18 @@ def _integers(files: TensorFiles, weight: _Weight) -> ForeignWeight:
     def unpack() -> PackedWeight:
         rows = rows_of_scale(N, granularity)
         codes, scale = files.read(weight.key("qdata")), spread(files.read(weight.key("scale")))
-        offsets = None
+        first = middle if spec.is_packed else 0  # what is added to a code that is stored
+        if spec.is_packed:
+            if bool((codes.min() < -middle) | (codes.max() >= middle)):
+                raise ValueError(f"{weight.key('qdata')} has codes outside of {weight.format}")
+            codes = (codes + middle).view(torch.uint8)
+        zero_point, zero = None, first
         if zeros is not None and quant.has_float_zeros:
-            lowest = middle if spec.is_packed else 0
-            offsets = (spread(zeros) + lowest).mul_(scale.double()).neg_().float()
-        unused = 1.0 if offsets is None else unused_scale(scale.dtype)
-        if not spec.is_packed:
-            return PackedWeight(*without_zero_scales(codes, scale, columns, rows=rows, unused=unused), offsets, None)
-        if bool((codes.min() < -middle) | (codes.max() >= middle)):
-            raise ValueError(f"{weight.key('qdata')} has codes outside of {weight.format}")
-        if offsets is not None:
-            unsigned = (codes + middle).view(torch.uint8)
-            unsigned, scale = without_zero_scales(unsigned, scale, columns, rows=rows, unused=unused)
-            return PackedWeight(FORMATS[weight.format].pack(unsigned), scale, offsets, None)
-        zero_point = None if zeros is None else spread((zeros + middle).to(torch.uint8))
-        unsigned = (codes + middle).view(torch.uint8)
-        zero = middle if zero_point is None else zero_point
-        unsigned, scale = without_zero_scales(unsigned, scale, columns, zero, rows=rows)
-        return PackedWeight(FORMATS[weight.format].pack(unsigned), scale, zero_point, None)
+            zero_point, zero = float_zero_points(spread(zeros), scale, -first), 0
+        elif zeros is not None:
+            zero_point = zero = spread((zeros + middle).to(torch.uint8))
+        codes, scale = without_zero_scales(codes, scale, columns, zero, rows=rows, float_zeros=quant.has_float_zeros)
+        return PackedWeight(FORMATS[weight.format].pack(codes), scale, zero_point, None)
 
     return _foreign(files, weight, quant, (N, K), unpack)
 

@@ -156,15 +156,18 @@ def _dynamic_mm_fake(x: Tensor, w: Weight, bias: Tensor | None, *, activation: s
 
 def dynamic_mm_by_rows(x: Tensor, w: Weight, bias: Tensor | None, activation: str) -> Tensor:
     """`dynamic_mm` in two steps, for floating-point zero points: both parts need the codes of the rows."""
-    if w.input_scale is not None:
-        rows = direct(quantize_static)(x, w.input_scale, w.input_diagonal, format=activation)
-    elif w.input_diagonal is not None:
-        block = w.input_diagonal.shape[1]
-        rows = direct(hadamard_quantize_rowwise)(x, w.input_diagonal, block_size=block, format=activation)
-    else:
-        rows = direct(quantize_rowwise)(x, format=activation)
     options = {"format": w.format, "group_size": w.group_size, "out_dtype": x.dtype}
-    return direct(quantized_mm)(*rows, *w.packed, bias, **options)
+    return direct(quantized_mm)(*quantized_for(x, w, activation), *w.packed, bias, **options)
+
+
+def quantized_for(x: Tensor, w: Weight, activation: str) -> tuple[Tensor, Tensor]:
+    """(codes, row_scale) of x [..., K] as `dynamic_mm` multiplies it with w."""
+    if w.input_scale is not None:
+        return direct(quantize_static)(x, w.input_scale, w.input_diagonal, format=activation)
+    if w.input_diagonal is not None:
+        block = w.input_diagonal.shape[1]
+        return direct(hadamard_quantize_rowwise)(x, w.input_diagonal, block_size=block, format=activation)
+    return direct(quantize_rowwise)(x, format=activation)
 
 
 dynamic_mm = define_op("dynamic_mm", dynamic_mm_reference, _dynamic_mm_fake, is_row_by_row=True)

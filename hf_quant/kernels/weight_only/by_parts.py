@@ -10,8 +10,9 @@ from torch.nn.functional import linear
 
 from hf_quant.kernels.dispatch import direct
 from hf_quant.kernels.float_zeros import group_sums, kept_offsets, symmetric
+from hf_quant.kernels.grouped_mm.op import rows_of_experts
 from hf_quant.kernels.hadamard.op import hadamard
-from hf_quant.kernels.rowwise.op import quantize_rowwise, quantize_static
+from hf_quant.kernels.scaled_mm.op import quantized_for
 from hf_quant.kernels.weight import Weight
 from hf_quant.kernels.weight_only.op import dequantize
 
@@ -87,10 +88,7 @@ def _sums(x: Tensor, w: Weight, activation: str | None) -> Tensor:
     """`group_sums` of x as the product sees it."""
     if activation is None:
         return group_sums(x, w)
-    if w.input_scale is not None:
-        codes, row_scale = direct(quantize_static)(x, w.input_scale, None, format=activation)
-    else:
-        codes, row_scale = direct(quantize_rowwise)(x, format=activation)
+    codes, row_scale = quantized_for(x, w, activation)
     return group_sums(codes, w).mul_(row_scale)
 
 
@@ -98,8 +96,7 @@ def _matmul(x: Tensor, matrix: Tensor, ends: Tensor | None = None) -> Tensor:
     """x [..., A] times a matrix [A, B], or [M, A] times those of each row's expert [E, A, B], in fp32."""
     if ends is None:
         return x @ matrix
-    y, start = x.new_zeros(x.shape[0], matrix.shape[-1]), 0
-    for e, end in enumerate(ends.tolist()):
-        y[start:end] = x[start:end] @ matrix[e]
-        start = end
+    y = x.new_zeros(x.shape[0], matrix.shape[-1])
+    for e, rows in rows_of_experts(ends):
+        y[rows] = x[rows] @ matrix[e]
     return y

@@ -66,7 +66,7 @@ def test_formats_in_bf16(options, expanded):  # noqa: F811
 
 @pytest.mark.parametrize("kind", ["minicpm3", "deepseek_v2"])
 def test_latents_are_not_rounded_to_int8(kind, expanded, monkeypatch):  # noqa: F811
-    """As the host rounds them in W8A8: of one layer, and many prompts, or other roundings would hide it."""
+    """Latents in W8A8 are rounded as the host's: one layer and many prompts, or other roundings would hide it."""
     monkeypatch.setitem(_SMALL, "num_hidden_layers", 1)
     model = make(kind, torch.bfloat16, weights="W8A8")
 
