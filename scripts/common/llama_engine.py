@@ -124,7 +124,7 @@ class LlamaCpp(Engine):
         return {places[i]: int(values.argmax()) for i, values in self._logits(entries, set(places)).items()}
 
     def _logits(self, entries: list[tuple[int, int, int]], wanted: set[int]) -> dict[int, np.ndarray]:
-        """Compute (token, position, row) together: {number of an entry: the logits behind it} for the wanted ones."""
+        """Compute (token, position, row) together: {wanted entry: its logits, until the next call}."""
         batch = self._batch
         batch.n_tokens = len(entries)
         for i, (token, at, row) in enumerate(entries):
@@ -134,7 +134,7 @@ class LlamaCpp(Engine):
             raise RuntimeError("llama.cpp does not decode")
         shape = (self.config.vocab_size,)
         logits = {i: llama_cpp.llama_get_logits_ith(self._context, i) for i in wanted}
-        return {i: np.ctypeslib.as_array(at, shape).copy() for i, at in logits.items()}
+        return {i: np.ctypeslib.as_array(at, shape) for i, at in logits.items()}
 
     def close(self) -> None:
         """Free the model."""
