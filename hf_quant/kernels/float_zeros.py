@@ -1,8 +1,9 @@
-"""Weights whose zero points are floating-point numbers, as weights that every kernel knows and the rest.
+"""Weights whose zero points are floating-point numbers, as weights without any and the rest.
 
 Such a weight is code * scale + zero_point, which is (code - middle) * scale + offset, where offset = zero_point +
-middle * scale is one number for each group. So the product with x is the product with the symmetric codes, plus the
-sums of x over each group times the offsets: of groups of 32 columns one 32nd of the work.
+middle * scale is one number for each group. Kernels of GPUs, which decode a weight to 16 bit, compute it so. On CPUs
+the product with x is the product with the symmetric codes, plus the sums of x over each group times the offsets: of
+groups of 32 columns one 32nd of the work.
 """
 
 import torch
@@ -23,10 +24,7 @@ def offsets_of(w: Weight) -> Tensor:
     """Return what the symmetric weight lacks in each group, fp32 [..., N, groups]."""
     assert w.zero_point is not None
     middle = 2.0 ** (w.spec.bits - 1) if w.spec.is_packed else 0.0
-    scale = w.scale.float()
-    if w.global_scale is not None:
-        scale = scale * w.global_scale.reshape(*scale.shape[:-2], 1, 1)
-    return expand_rows(torch.add(w.zero_point, scale, alpha=middle), w.N)
+    return expand_rows(torch.add(w.zero_point, w.scale.float(), alpha=middle), w.N)
 
 
 def kept_offsets(w: Weight) -> Tensor:

@@ -72,9 +72,14 @@ class Weight(NamedTuple):
     def has_float_zeros(self) -> bool:
         """True if zero points are floating-point numbers, the value of code 0: a weight is code * scale + zero_point.
 
-        Kernels of products know no such weights: see `float_zeros`.
+        See `float_zeros`.
         """
         return self.zero_point is not None and self.zero_point.is_floating_point()
+
+    @property
+    def zeros(self) -> str:
+        """The kind of the zero points: "" (there are none), "codes" or "values", see `has_float_zeros`."""
+        return "" if self.zero_point is None else "values" if self.has_float_zeros else "codes"
 
     @property
     def packed(self) -> PackedWeight:
@@ -100,6 +105,20 @@ class Weight(NamedTuple):
             return self
         return Weight(*(part if part is None else part.contiguous() for part in self[:4]), *self[4:])
 
+    def with_plain_rows(self) -> "Weight":
+        """The same weight [N, K] with contiguous rows, its zero points with the strides of its scales.
+
+        It is itself if it is so.
+        """
+        qdata, scale, zero_point, _ = self.packed
+        if qdata.stride(1) != 1:
+            qdata = qdata.contiguous()
+        if scale.stride(1) != 1 or (zero_point is not None and zero_point.stride() != scale.stride()):
+            scale, zero_point = scale.contiguous(), None if zero_point is None else zero_point.contiguous()
+        if qdata is self.qdata and scale is self.scale and zero_point is self.zero_point:
+            return self
+        return self._replace(qdata=qdata, scale=scale, zero_point=zero_point)
+
 
 def weight_of(
     qdata: Tensor,
@@ -116,7 +135,7 @@ def weight_of(
 
     qdata [..., N, K] or, packed, [..., N, words] int32; scale floating [..., N | 1 | ceil(N/128), ceil(K/group_size)];
     zero_point uint8 or floating-point of the scale's shape, integer formats only, uint8 for packed ones only;
-    global_scale fp32, one element per leading index;
+    global_scale fp32, one element per leading index, not beside floating-point zero points;
     input_diagonal fp32 [K / b, b]; input_scale fp32 [1].
 
     Raises:
@@ -141,7 +160,7 @@ def weight_of(
     if scale_shape[:-2] != shape[:-2]:
         raise ValueError(f"scale is {tuple(scale_shape)}; qdata is {tuple(shape)}, their leading sizes must be equal")
     if zero_point is not None:
-        _check_zero_point(zero_point, scale_shape, spec)
+        _check_zero_point(zero_point, scale_shape, spec, global_scale)
     if global_scale is not None:
         weights = shape[:-2].numel()
         if global_scale.dtype != float32 or global_scale.numel() != weights:
@@ -176,7 +195,7 @@ def check_diagonal(input_diagonal: Tensor, K: int) -> None:
         raise ValueError(f"input_diagonal is {input_diagonal.dtype}; needs contiguous torch.float32")
 
 
-def _check_zero_point(zero_point: Tensor, scale_shape: Size, spec: CodeSpec) -> None:
+def _check_zero_point(zero_point: Tensor, scale_shape: Size, spec: CodeSpec, global_scale: Tensor | None) -> None:
     is_float = zero_point.is_floating_point()
     if zero_point.shape != scale_shape or not (is_float or zero_point.dtype == uint8):
         raise ValueError(
@@ -185,6 +204,11 @@ def _check_zero_point(zero_point: Tensor, scale_shape: Size, spec: CodeSpec) -> 
         )
     if not (spec.is_integer and (spec.is_packed or is_float)):
         raise ValueError(f"{spec.name} has no zero point")
+    if is_float and global_scale is not None:
+        raise ValueError(
+            f"zero_point is {zero_point.dtype} beside a global_scale; floating-point zero points need scales that are "
+            "complete: multiply them by it"
+        )
 
 
 def takes_weight(

@@ -72,7 +72,7 @@ class PlanEntry:
             N=shape[-2],
             K=shape[-1],
             dtype=self.dtype,
-            symmetric=quant.symmetric or quant.has_float_zeros,  # see `kernels.float_zeros`
+            symmetric=quant.symmetric,
             activation=activation,
             num_experts=shape[0] if len(shape) == 3 else None,
         )

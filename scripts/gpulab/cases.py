@@ -32,6 +32,10 @@ def _group(format: str, size: int, symmetric: bool = True, scale_dtype: str = "b
     return TensorQuant(format, "group", size, symmetric, scale_dtype)
 
 
+def _float_zeros(format: str, size: int, dtype: str) -> TensorQuant:
+    return TensorQuant(format, "group", size, False, dtype, zero_point_dtype=dtype)
+
+
 def _by_row(format: str, scale_dtype: str = "float32") -> TensorQuant:
     return TensorQuant(format, "row", scale_dtype=scale_dtype)
 
@@ -57,6 +61,10 @@ CANDIDATES = (
     Candidate("nf4 g32 fp8", _group("nf4", 32, scale_dtype="float8_e4m3fn")),
     Candidate("mxfp4", _group("mxfp4", 32, scale_dtype="float8_e8m0fnu")),
     Candidate("nvfp4", _group("nvfp4", 16, scale_dtype="float8_e4m3fn")),
+    Candidate("int4 g32 float zeros", _float_zeros("int4", 32, "float32")),  # as of GGUF's Q4_K
+    Candidate("int4 g128 float zeros", _float_zeros("int4", 128, "bfloat16")),  # as of torchao and HQQ
+    Candidate("int8 g32 float zeros", _float_zeros("int8", 32, "float32")),  # as of GGUF's Q5_K
+    Candidate("int2 g64 float zeros", _float_zeros("int2", 64, "bfloat16")),
     Candidate("W8A8 int8", _by_row("int8"), "int8"),
     Candidate("W8A8 fp8", _by_row("fp8_e4m3"), "fp8_e4m3"),
     Candidate("W8A8 fp8 block", TensorQuant("fp8_e4m3", "block"), "fp8_e4m3"),
@@ -186,8 +194,11 @@ def random_weight(quant: TensorQuant, shape: tuple[int, ...], device: torch.devi
         packed.global_scale.fill_(unit / 64)
     else:
         packed.scale.copy_(factor * unit)
-    if packed.zero_point is not None:  # near the middle, as in real weights
-        packed.zero_point.random_(2 ** (spec.bits - 1) - 1, 2 ** (spec.bits - 1) + 1)
+    middle = 2 ** (spec.bits - 1) if spec.is_packed else 0
+    if quant.has_float_zeros:
+        packed.zero_point.copy_((torch.rand(packed.scale.shape, device=device) - middle) * packed.scale)
+    elif packed.zero_point is not None:  # near the middle, as in real weights
+        packed.zero_point.random_(middle - 1, middle + 1)
     return packed
 
 

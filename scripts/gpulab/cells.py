@@ -62,6 +62,8 @@ def weights(quick: bool, tiny: bool) -> list[Cell]:
             cells += [_linear(name, size(linear), M, wanted) for linear in (LLAMA[1:3] if quick else LLAMA)]
     if not quick:
         cells += [_linear("int4 g128", size(LLAMA[1]), M, ()) for M in (2, 4)]
+        for name in ("int4 g128 float zeros", "int4 g32 float zeros"):
+            cells += [_linear(name, size(LLAMA[2]), M, ("tinygemm",)) for M in (1, 64, 512)]
     return cells
 
 

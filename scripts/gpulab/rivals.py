@@ -167,7 +167,7 @@ def _bitsandbytes_nf4(weight: Tensor) -> Product:
 
 _INT4 = ("int4 g128", "int4 g128 asym")
 RIVALS = (
-    Rival("tinygemm", None, _INT4, _tinygemm, _tinygemm_supports),
+    Rival("tinygemm", None, (*_INT4, "int4 g128 float zeros"), _tinygemm, _tinygemm_supports),
     Rival("_int_mm", None, ("W8A8 int8",), _int_mm, _int_mm_supports),
     Rival("_scaled_mm", None, ("W8A8 fp8",), _scaled_mm, _divisible(16, 16)),
     Rival("torchao", "torchao", _INT4, _torchao("Int4WeightOnlyConfig"), _divisible(8, 128)),

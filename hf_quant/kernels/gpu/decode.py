@@ -416,6 +416,16 @@ def scale_in(raw, SCALE: tl.constexpr, DTYPE: tl.constexpr):
         return raw.to(DTYPE)
 
 
+@triton.jit
+def offset_in(zero, factor, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """The number that is added to a scale (`factor`, fp32) times a code less the middle one, see `float_zeros`.
+
+    zero: the value of code 0.
+    """
+    MIDDLE: tl.constexpr = 0 if BITS == 8 else 2 ** (BITS - 1)
+    return (zero.to(tl.float32) + factor * MIDDLE).to(DTYPE)
+
+
 def e4m3_ptx(dtype: torch.dtype) -> str:
     """PTX of four e4m3 numbers in a word ($2) as two pairs of bf16 or fp16, exactly; NaN becomes 480.
 

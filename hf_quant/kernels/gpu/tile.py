@@ -9,7 +9,15 @@ no shuffle. Compiled for sm90 (BLOCK_N 128, BLOCK_M 16, BLOCK_K 128, 4 warps), w
 step of int4 takes 6 % more instructions with int32 elements (8 dots of K = 16) than with int16 (4 dots of K = 32).
 """
 
-from hf_quant.kernels.gpu.decode import _decode_ptx, decode_portable, e4m3_by_ptx, load_planes, scale_in, spread
+from hf_quant.kernels.gpu.decode import (
+    _decode_ptx,
+    decode_portable,
+    e4m3_by_ptx,
+    load_planes,
+    offset_in,
+    scale_in,
+    spread,
+)
 from hf_quant.kernels.gpu.launch import tl, triton
 
 
@@ -124,6 +132,7 @@ def _add_step(
     # magic + code, times a scale of 4 bits, plus what the magic number adds: the fma and its constant are exact, as
     # 17 * 15 < 256.
     FMA: tl.constexpr = SCALE == "e4m3" and KIND == "integer" and BITS == 4 and not HAS_ZERO and DOT == tl.bfloat16
+    FLOAT_ZERO: tl.constexpr = HAS_ZERO and zero_point.dtype.element_ty.is_floating()
     k = step * BLOCK_K  # a multiple of 16, as the compiler must see to load 16 bytes at a time
     first, second = load_planes(qdata, q_rows, k // CODES + element, limit, PLANE0, PLANE1, CODES, not WHOLE)
     if WIDE_X:
@@ -170,7 +179,10 @@ def _add_step(
                 zero = tl.load(zero_point + at)
             else:
                 zero = tl.load(zero_point + at, mask=in_range, other=0)
-            offset = (zero.to(tl.int16) + MAGIC).to(DOT)
+            if FLOAT_ZERO:
+                offset = offset_in(zero, scale_in(raw, SCALE, tl.float32), BITS, DOT)
+            else:
+                offset = (zero.to(tl.int16) + MAGIC).to(DOT)
             offset = spread(offset, BLOCK_N, GROUPS, ELEMENTS)
     else:
         group = k // GROUP
@@ -194,13 +206,15 @@ def _add_step(
             if DOT == tl.float16:
                 weight = weight - tl.full((1, 1), 1024 + 128, DOT)
         elif KIND == "integer":
-            if HAS_ZERO:
+            if HAS_ZERO and not FLOAT_ZERO:
                 weight = weight - offset
             else:
                 weight = weight - tl.full((1, 1), MAGIC + 2 ** (BITS - 1), DOT)
         elif MULTIPLIER != 1.0:
             weight = weight * tl.full((1, 1), MULTIPLIER, DOT)
-        if SCALE_MODE == "before" and not FMA:
+        if FLOAT_ZERO:
+            weight = tl.fma(weight, factor, offset)
+        elif SCALE_MODE == "before" and not FMA:
             weight = weight * factor
         partial = _dot(weight, parts[i], partial, BATCH)
     return total + _scaled(partial, factor, BATCH) if SCALE_MODE == "after" else partial
@@ -244,8 +258,9 @@ def tile_product(
 
     x_rows [BLOCK_M], q_rows (see `load_planes`) and scale_rows [BLOCK_N] are the offsets of the rows. SCALE_MODE says
     where the scales enter. "row": not at all, the caller multiplies the sum. "after": once per step, inside of one
-    group, on the partial sums. "before": on the weights in DOT, for groups smaller than a step, or where a second
-    accumulator has no room. BATCH: see `_dot`; WIDE_X: see `_wide_x`.
+    group, on the partial sums. "before": on the weights in DOT, for groups smaller than a step, where a second
+    accumulator has no room, and with floating-point zero points, which are added to the weights. BATCH: see `_dot`;
+    WIDE_X: see `_wide_x`.
     """
     # A step of several groups whose scales enter behind the dots is made of a part for each.
     PARTS: tl.constexpr = BLOCK_K // GROUP if SCALE_MODE == "after" and BLOCK_K > GROUP else 1

@@ -59,7 +59,6 @@ from hf_quant.kernels.rowwise.op import quantize_rowwise, quantize_static
 from hf_quant.kernels.scaled_mm.gpu import codes_unsupported_reason, supports_scaled
 from hf_quant.kernels.scaled_mm.op import dynamic_mm
 from hf_quant.kernels.weight import Weight, takes_weight
-from hf_quant.kernels.weight_only.by_parts import by_parts
 from hf_quant.kernels.weight_only.gpu import (
     batch_of,
     choose_row,
@@ -248,6 +247,7 @@ def grouped_plan(
     alignment: int,
     scale_shape: tuple[int, ...],
     scale_dtype: torch.dtype,
+    zeros: str,
     target: Target,
 ) -> GroupedPlan | None:
     """The plan for M rows and codes of `shape` [E, N, words]; None where the loop over experts serves.
@@ -264,7 +264,7 @@ def grouped_plan(
     row = choose_row(config_table("grouped_mm", CONFIGS, target), mean, N * min(E, M), K, target)
     if row is None:
         return None
-    found = tiling(row, codes, group_size, K, target.table)
+    found = tiling(row, codes, group_size, K, target.table, zeros)
     if isinstance(found, str):
         return None
     options = {
@@ -274,7 +274,7 @@ def grouped_plan(
         "EXPERTS": E,
         "EXPERTS_PADDED": triton.next_power_of_2(E),
         "EVEN_K": K % found.block_k == 0,
-        "GROUP": group_size if found.scale_mode != "row" else ANY_GROUP,
+        "GROUP": group_size if group_size < K else ANY_GROUP,
         "SCALE_MODE": found.scale_mode,
         "SCALE": scale_kind(scale_dtype),
         "SCALE_ROWS": scale_rows(scale_shape, N),
@@ -388,7 +388,7 @@ def _hopper_plan(x: Tensor, w: Weight, activation: str | None, target: Target) -
         return None
     given = (
         *(x.shape[0], w.N, w.K, x.dtype, w.format, w.group_size, tuple(w.scale.shape), w.scale.dtype),
-        *(w.zero_point is not None, target, w.qdata.shape[0]),
+        *(w.zeros, target, w.qdata.shape[0]),
     )
     return (activation == "int8" and hopper.plan(*given, codes=True)) or hopper.plan(*given)
 
@@ -399,7 +399,6 @@ _hadamard = direct(hadamard)
 @implements(grouped_mm, "XPU", SCALED + FUSED + LOOP)
 @implements(grouped_mm, "CUDA", SCALED + FUSED + HOPPER + LOOP)
 @takes_weight(check, transforms=True, quantizes=True)
-@by_parts
 def grouped_mm_gpu(x: Tensor, w: Weight, bias: Tensor | None, offsets: Tensor, *, activation: str | None) -> Tensor:
     """Compute `grouped_mm_reference`; weights are rounded to x's dtype if they are scaled before the product.
 
@@ -417,7 +416,7 @@ def grouped_mm_gpu(x: Tensor, w: Weight, bias: Tensor | None, offsets: Tensor, *
             return _fused(x, w, bias, offsets, activation, found, target)
         plan = grouped_plan(
             *(x.shape[0], tuple(w.qdata.shape), w.K, x.dtype, w.format, w.group_size),
-            *(row_alignment(w.qdata), tuple(w.scale.shape), w.scale.dtype, target),
+            *(row_alignment(w.qdata), tuple(w.scale.shape), w.scale.dtype, w.zeros, target),
         )
         if plan is not None:
             return _fused(x, w, bias, offsets, activation, plan, target)

@@ -19,6 +19,7 @@ from hf_quant.kernels.gpu.decode import (
     group_in_block,
     levels_tensor,
     load_planes,
+    offset_in,
     row_alignment,
     row_elements,
     scale_in,
@@ -32,7 +33,6 @@ from hf_quant.kernels.gpu.rows import rows_of_tile
 from hf_quant.kernels.grouped_mm.gpu import FUSED, LOOP
 from hf_quant.kernels.grouped_mm.op import grouped_mm_backward, rows_of_experts
 from hf_quant.kernels.weight import Weight, takes_weight
-from hf_quant.kernels.weight_only.by_parts import by_parts_backward
 from hf_quant.kernels.weight_only.op import weight_only_mm_backward
 
 
@@ -94,6 +94,7 @@ def _grouped_mm_backward_kernel(
         element = tile_k * (BLOCK_K // CODES) + tl.arange(0, BLOCK_K // CODES)
         limit = (K + CODES - 1) // CODES
         MAGIC: tl.constexpr = 128 if DOT == tl.bfloat16 else 1024
+        FLOAT_ZERO: tl.constexpr = HAS_ZERO and zero_point.dtype.element_ty.is_floating()
         for step in range(0, tl.cdiv(N, BLOCK_N)):
             n = step * BLOCK_N + tl.arange(0, BLOCK_N)
             row = n if EVEN else tl.minimum(n, N - 1)
@@ -110,14 +111,15 @@ def _grouped_mm_backward_kernel(
             else:
                 at = at[:, None] + (k // GROUP_RUNTIME)[None, :]
                 in_range = (k < K)[None, :] & (n < N)[:, None]
-            factor = scale_in(tl.load(scale + at, mask=in_range, other=0), SCALE, DOT)
+            raw = tl.load(scale + at, mask=in_range, other=0)
+            factor = scale_in(raw, SCALE, DOT)
             if GROUP > 0:
                 factor = spread(factor, BLOCK_N, GROUPS, BLOCK_K)
             weight = decode_in_order(
                 first, second, levels, DOT, KIND, BITS, PLANE0, PLANE1, CODES, MANTISSA, MULTIPLIER, PTX
             )
             if KIND == "integer" and BITS < 8:
-                if HAS_ZERO:
+                if HAS_ZERO and not FLOAT_ZERO:
                     zero = (tl.load(zero_point + at, mask=in_range, other=0).to(tl.int16) + MAGIC).to(DOT)
                     if GROUP > 0:
                         zero = spread(zero, BLOCK_N, GROUPS, BLOCK_K)
@@ -126,7 +128,14 @@ def _grouped_mm_backward_kernel(
                     weight = weight - tl.full((1, 1), MAGIC + 2 ** (BITS - 1), DOT)
             pointers = grad + m.to(tl.int64)[:, None] * grad_stride + n[None, :]
             values = tl.load(pointers, mask=(m < end_row)[:, None] & (n < N)[None, :], other=0.0)
-            weight = weight * factor
+            if FLOAT_ZERO:
+                zero = tl.load(zero_point + at, mask=in_range, other=0)
+                offset = offset_in(zero, scale_in(raw, SCALE, tl.float32), BITS, DOT)
+                if GROUP > 0:
+                    offset = spread(offset, BLOCK_N, GROUPS, BLOCK_K)
+                weight = tl.fma(weight, factor, offset)
+            else:
+                weight = weight * factor
             if ONCE:
                 weight = decoded_once(weight, DOT)
             total = tl.dot(values, weight, total)
@@ -190,7 +199,6 @@ def _fused_backward(grad: Tensor, w: Weight, offsets: Tensor, target: Target) ->
 @implements(grouped_mm_backward, "XPU", FUSED + LOOP)
 @implements(grouped_mm_backward, "CUDA", FUSED + LOOP)
 @takes_weight(K_is_option=True)
-@by_parts_backward
 def grouped_mm_backward_gpu(grad: Tensor, w: Weight, offsets: Tensor) -> Tensor:
     """Compute `grouped_mm_backward_reference`; weights are rounded to grad's dtype before the product."""
     if unavailable_reason(grad.device) is None and grad.numel() * w.K > 0 and undecodable_reason(w.spec) is None:

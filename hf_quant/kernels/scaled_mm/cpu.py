@@ -56,8 +56,10 @@ INT8_PATH = Path("int8 GEMM (oneDNN)", "any M", _supports_int8)
 @takes_weight(op.check_dynamic, transforms=True, quantizes=True)
 def dynamic_mm_cpu(x: Tensor, w: Weight, bias: Tensor | None, *, activation: str) -> Tensor:
     """Compute `dynamic_mm_reference`; the product of the codes is rounded to bf16 before the row scales for bf16."""
-    if w.has_float_zeros:
-        return op.dynamic_mm_by_rows(x, w, bias, activation)
+    if w.has_float_zeros:  # both parts of the product need the codes of the rows
+        codes, row_scale = op.quantized_for(x, w, activation)
+        options = {"format": w.format, "group_size": w.group_size, "out_dtype": x.dtype}
+        return quantized_mm_cpu(codes, row_scale, *w.packed, bias, **options)
     y = dynamic_product(as_rows(x), w, None if bias is None else bias.detach(), activation)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
 

@@ -63,7 +63,6 @@ from hf_quant.kernels.rowwise.op import quantize_rowwise, quantize_static
 from hf_quant.kernels.scaled_mm import op
 from hf_quant.kernels.scaled_mm.gpu_kernels import _scaled_mm_split_kernel, _scaled_mm_tiles_kernel
 from hf_quant.kernels.weight import Weight, takes_weight
-from hf_quant.kernels.weight_only.by_parts import by_parts_of_rows
 from hf_quant.kernels.weight_only.gpu import DENSE, FUSED, HOPPER, as_rows, dequantized, fused_mm
 
 
@@ -133,6 +132,8 @@ def codes_unsupported_reason(problem: Problem, target: Target | None) -> str | N
         return f"{problem.activation} x {problem.format}: only int8 x int8 and fp8_e4m3 x fp8_e4m3"
     if problem.group_size < problem.K:
         return f"groups of {problem.group_size}: only one scale per row"
+    if not problem.symmetric:
+        return "zero points, which the sums of codes do not have"
     if target is not None and not has_units(problem.format != "int8", target):
         return f"the GPU has no matrix units for {problem.format} (int8: sm80, gfx9 and newer; fp8: sm89 and newer)"
     return None
@@ -328,7 +329,6 @@ def fp8_scaled_mm_gpu(
 @implements(op.quantized_mm, "XPU", SCALED + FUSED + DENSE)
 @implements(op.quantized_mm, "CUDA", SCALED + FUSED + HOPPER + DENSE)
 @takes_weight(op.check_quantized)
-@by_parts_of_rows
 def quantized_mm_gpu(
     codes: Tensor, row_scale: Tensor, w: Weight, bias: Tensor | None, *, out_dtype: torch.dtype
 ) -> Tensor:
@@ -366,8 +366,6 @@ _quantize_static = direct(quantize_static)
 @takes_weight(op.check_dynamic, transforms=True, quantizes=True)
 def dynamic_mm_gpu(x: Tensor, w: Weight, bias: Tensor | None, *, activation: str) -> Tensor:
     """Compute `dynamic_mm_reference`; a weight that is not multiplied as codes is rounded to the product's dtype."""
-    if w.has_float_zeros:
-        return op.dynamic_mm_by_rows(x, w, bias, activation)
     if w.input_scale is not None:
         rows = _quantize_static(x, w.input_scale, w.input_diagonal, format=activation)
         return _product_of_codes(*rows, w, bias, x.dtype)

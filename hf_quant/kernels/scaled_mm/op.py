@@ -154,12 +154,6 @@ def _dynamic_mm_fake(x: Tensor, w: Weight, bias: Tensor | None, *, activation: s
     return x.new_empty((*x.shape[:-1], w.N))
 
 
-def dynamic_mm_by_rows(x: Tensor, w: Weight, bias: Tensor | None, activation: str) -> Tensor:
-    """`dynamic_mm` in two steps, for floating-point zero points: both parts need the codes of the rows."""
-    options = {"format": w.format, "group_size": w.group_size, "out_dtype": x.dtype}
-    return direct(quantized_mm)(*quantized_for(x, w, activation), *w.packed, bias, **options)
-
-
 def quantized_for(x: Tensor, w: Weight, activation: str) -> tuple[Tensor, Tensor]:
     """(codes, row_scale) of x [..., K] as `dynamic_mm` multiplies it with w."""
     if w.input_scale is not None:

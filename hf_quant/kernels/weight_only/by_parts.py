@@ -44,9 +44,6 @@ def by_parts(fn: Callable[..., Tensor], knows: Callable[..., bool] = _knows_none
         if rows > _MOST_ROWS and not ends and x.dtype != torch.float32:
             return _by_dense(x, w, bias)
         rest = _matmul(_sums(x, w, how.get("activation")), kept_offsets(w).transpose(-1, -2), *ends)
-        if rows == 1 and not ends and not x.is_cpu:  # torch's products on CPUs are far more accurate in fp32
-            rest = rest.view(-1)
-            return fn(x, symmetric(w), rest if bias is None else rest + bias, **how)
         return rest.add_(fn(x.float(), symmetric(w), bias, *ends, **how)).to(x.dtype)
 
     return call
@@ -61,20 +58,6 @@ def by_parts_of_rows(fn: Callable[..., Tensor], knows: Callable[..., bool] = _kn
             return fn(x, row_scale, w, bias, out_dtype=out_dtype)
         rest = group_sums(x, w).mul_(row_scale) @ kept_offsets(w).t()
         return rest.add_(fn(x, row_scale, symmetric(w), bias, out_dtype=torch.float32)).to(out_dtype)
-
-    return call
-
-
-def by_parts_backward(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`by_parts` for the gradient of x, fn(grad [..., N], w) -> [..., K], with the ends of experts' rows if any."""
-
-    @wraps(fn)
-    def call(grad: Tensor, w: Weight, *ends: Tensor) -> Tensor:
-        if not w.has_float_zeros:
-            return fn(grad, w, *ends)
-        of_groups = _matmul(grad.float(), kept_offsets(w), *ends)
-        y = of_groups.repeat_interleave(w.group_size, -1)[..., : w.K]
-        return fn(grad.float(), symmetric(w), *ends).add_(y).to(grad.dtype)
 
     return call
 

@@ -113,7 +113,7 @@ def plan(
     group_size: int,
     scale_shape: tuple[int, ...],
     scale_dtype: torch.dtype,
-    has_zero: bool,
+    zeros: str,
     target: Target,
 ) -> Plan | None:
     """The plan for M tokens, None where another path serves."""
@@ -134,17 +134,18 @@ def plan(
     warps = warps_of(blocks, steps, registers, target)
     share = triton.cdiv(steps, 2 * warps) * 2
     mode = "row" if group_size >= K else "before" if group_size < columns else "after"
+    mode = "before" if zeros == "values" else mode  # as they are added to the weights
     options = {
         "BLOCK_M": 8 if M <= 8 else 16,
         "WARPS": warps,
         "EVEN_K": share * warps * columns == K,
-        "GROUP": group_size if mode != "row" else ANY_GROUP,
+        "GROUP": group_size if group_size < K else ANY_GROUP,
         "SCALE_MODE": mode,
         "SCALE": scale_kind(scale_dtype),
         "SCALE_ROWS": scale_rows(scale_shape, N),
-        "HAS_ZERO": has_zero,
+        "HAS_ZERO": bool(zeros),
         # 16 tokens leave no registers for it, and sums with 1024 of fp16 lose more than its products may.
-        "BY_SUM": format == "int4" and not has_zero and mode != "before" and M <= 8 and dtype == torch.bfloat16,
+        "BY_SUM": format == "int4" and not zeros and mode != "before" and M <= 8 and dtype == torch.bfloat16,
         "DOT": gl.bfloat16 if dtype == torch.bfloat16 else gl.float16,
         **{name: decoding[name] for name in ("KIND", "BITS", "CODES", "MULTIPLIER", "PTX")},
         "num_warps": warps,
@@ -175,7 +176,7 @@ def few_mm(x: Tensor, w: Weight, bias: Tensor | None, *, lasts: bool) -> Tensor 
     if not hopper.has_kernels():
         return None
     sizes = (x.shape[0], w.N, w.K, x.dtype, w.format, w.group_size)
-    found = plan(*sizes, tuple(w.scale.shape), w.scale.dtype, w.zero_point is not None, target_of(x.device))
+    found = plan(*sizes, tuple(w.scale.shape), w.scale.dtype, w.zeros, target_of(x.device))
     if found is None or not hopper.can_run(x, w.qdata):
         return None
     parts = bits_of(w.qdata), bits_of(w.scale), w.zero_point, w.global_scale

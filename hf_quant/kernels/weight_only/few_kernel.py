@@ -13,6 +13,7 @@ _PAIRS = gl.constexpr("prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;
 _2 = gl.constexpr((gl.int16, gl.int16))
 _SAME = gl.constexpr("mov.b32 $0, $1;")
 _scale_in, _decode_ptx = gluon.jit(decode.scale_in.fn), gluon.jit(decode._decode_ptx.fn)
+_offset_in = gluon.jit(decode.offset_in.fn)
 
 
 @gluon.constexpr_function
@@ -180,6 +181,7 @@ def _add_step(
     # magic + code, times a scale of 4 bits, plus what the magic number adds: exact, as 17 * 15 < 256.
     INT4: gl.constexpr = KIND == "integer" and BITS == 4 and not HAS_ZERO
     FMA: gl.constexpr = INT4 and SCALE_MODE == "before" and SCALE == "e4m3" and DOT == gl.bfloat16
+    FLOAT_ZERO: gl.constexpr = HAS_ZERO and zero.dtype.is_floating()
     bits = _decode_ptx(codes, codes, 0, CODES * 2 if INT8 else CODES, PTX)
     if SCALE_MODE == "before":
         narrow = _scale_in(raw, SCALE, DOT)
@@ -187,7 +189,9 @@ def _add_step(
         if FMA:
             NARROW: gl.constexpr = narrow.type.layout
             centre = _spread(narrow * gl.full(narrow.shape, -136.0, DOT, NARROW), codes)
-    if HAS_ZERO:
+    if FLOAT_ZERO:
+        offset = _spread(_offset_in(zero, _scale_in(raw, SCALE, gl.float32), BITS, DOT), codes)
+    elif HAS_ZERO:
         offset = _spread((zero.to(gl.int16) + MAGIC).to(DOT), codes)
     # Two sums, as a product waits for the one before it.
     even = gl.zeros(total.shape, gl.float32, MMA)
@@ -203,13 +207,15 @@ def _add_step(
         else:
             if INT8:
                 weight = weight - bits[CODES + i].to(DOT, bitcast=True)
-            elif HAS_ZERO:
+            elif HAS_ZERO and not FLOAT_ZERO:
                 weight = weight - offset
             elif KIND == "integer" and not BY_SUM:
                 weight = weight + middle
             elif MULTIPLIER != 1.0:
                 weight = weight * gl.full(codes.shape, MULTIPLIER, DOT, WEIGHT)
-            if SCALE_MODE == "before":
+            if FLOAT_ZERO:
+                weight = gl.fma(weight, factor, offset)
+            elif SCALE_MODE == "before":
                 weight = weight * factor
         if i % 2 == 0:
             even = _product(weight, tokens[i], even, DOT)
@@ -260,7 +266,7 @@ def _few_mm_kernel(
     limit: elements of a row. x_stride counts 8 values, q_stride 16 bytes. SCALE_MODE: see `gpu.tile`. BY_SUM: what
     decoded codes have too much is a product of its own, for all rows alike, and not taken from each code.
     """
-    GROUPS: gl.constexpr = STEP * CODES // GROUP if SCALE_MODE == "before" else 1
+    GROUPS: gl.constexpr = STEP * CODES // GROUP if STEP * CODES > GROUP else 1
     WEIGHT: gl.constexpr = _weight_layout(WARPS)
     GROUPED: gl.constexpr = _weight_layout(WARPS, GROUPS)
     X: gl.constexpr = _x_layout(WARPS, BLOCK_M)

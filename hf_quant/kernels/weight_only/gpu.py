@@ -29,6 +29,9 @@ Tried and lost, by the compiler's output: x gathered from memory at stride 8 ins
 Triton (see `gpu.decode`); group scales before the dot (64 HMUL2 more a step), kept where a step holds several groups
 that are shorter than a dot, or where a second accumulator would spill (BLOCK_M 128).
 
+Floating-point zero points (see `float_zeros`) are added to the weights by the fma that scales them. Not timed. Beside
+the products as they are one would need the sums of x over groups, which no tile has.
+
 Turing (sm75, fp16): `tl.dot` is FMAs of fp32 there (see `Target.has_dot`), so few tokens are served only: 4096 x 4096,
 modelled on a T4 (40 multiprocessors at 1.59 GHz, .32 TB/s): int4, M = 8, 31 us of instructions beside 27 of bytes, M =
 16 50 us, M = 32 100 us; dequantize + GEMM moves 4.5 bytes a weight, 236 us, whatever M is.
@@ -75,7 +78,6 @@ from hf_quant.kernels.gpu.launch import (
 from hf_quant.kernels.gpu.ready import Run, make_ready
 from hf_quant.kernels.hadamard.op import hadamard
 from hf_quant.kernels.weight import Weight, takes_weight
-from hf_quant.kernels.weight_only.by_parts import by_parts
 from hf_quant.kernels.weight_only.few import FEW, few_mm
 from hf_quant.kernels.weight_only.gpu_kernels import _weight_only_mm_kernel
 from hf_quant.kernels.weight_only.op import check, dequantize, weight_only_mm, weight_only_mm_backward
@@ -147,13 +149,15 @@ class Tiling(NamedTuple):
     scale_mode: str  # see `tile_product`
 
 
-def tiling(row: tuple[int, ...], codes: int, group_size: int, K: int, table: str) -> Tiling | str:
+def tiling(row: tuple[int, ...], codes: int, group_size: int, K: int, table: str, zeros: str = "") -> Tiling | str:
     """The tiling for groups of `group_size` read `codes` at a time, or why there is none; `table`: of the target."""
     _, block_m, block_n, block_k, num_warps, num_stages, max_split, before = row
+    adds_zeros = zeros == "values"  # to the weights, see `tile_product`
+    before = before or adds_zeros
     block_k = min(block_k, max(_SEGMENT // 2 * codes, 128))
     while block_k > 128 and K % block_k:  # the masks of a last step cost more than short steps
         block_k //= 2
-    mode = "row"
+    mode = "before" if adds_zeros else "row"
     if codes == 8 and block_n == 256:
         block_n = 128  # two sums and eight operands spill (sm90, int3 g128: 192 bytes)
     if block_k // codes < _MIN_DOT_K:  # 2 and 3 bits: a longer step, which leaves room for fewer tokens
@@ -165,7 +169,7 @@ def tiling(row: tuple[int, ...], codes: int, group_size: int, K: int, table: str
         takes_parts = table == "sm90" and not before and _MAX_PARTS * inside >= block_k > inside == group_size
         if takes_parts and inside // codes >= _MIN_DOT_K:
             mode = "after"  # a part of the step for each group
-        elif inside // codes >= _MIN_DOT_K:
+        elif inside // codes >= _MIN_DOT_K and not (adds_zeros and inside == group_size):
             # Without wgmma a second accumulator spills beside x (8 to 72 bytes, int3 g128, int4 with zero points).
             before = before or (codes >= 4 and row[1:3] == (64, 64) and table in _WARP_MMA)
             block_k, mode = inside, "before" if before else "after"
@@ -251,6 +255,7 @@ def fused_plan(
     alignment: int,
     scale_shape: tuple[int, ...],
     scale_dtype: torch.dtype,
+    zeros: str,
     target: Target,
 ) -> FusedPlan | None:
     """The plan for M tokens, None where the dense path takes them. `alignment`: of the codes, see `row_alignment`."""
@@ -262,7 +267,7 @@ def fused_plan(
     if row is None:
         return None
     codes = codes_per_element(CODES[format], K, alignment)
-    found = tiling(row, codes, group_size, K, target.table)
+    found = tiling(row, codes, group_size, K, target.table, zeros)
     if isinstance(found, str):
         return None
     tiles = triton.cdiv(M, found.block_m) * triton.cdiv(N, found.block_n)
@@ -273,7 +278,7 @@ def fused_plan(
         "BLOCK_N": found.block_n,
         "BLOCK_K": found.block_k,
         "EVEN_K": K % found.block_k == 0,
-        "GROUP": group_size if found.scale_mode != "row" else ANY_GROUP,
+        "GROUP": group_size if group_size < K else ANY_GROUP,
         "SCALE_MODE": found.scale_mode,
         "SCALE": scale_kind(scale_dtype),
         "SCALE_ROWS": scale_rows(scale_shape, N),
@@ -288,6 +293,8 @@ def fused_plan(
             options["num_warps"] = 8  # 4 keep 72 bytes on the stack (fp8 in blocks), and 184 to 472
     if target.table == "sm90" and found.block_m == 64 and options["KIND"] == "table":
         options["num_warps"] = 8  # 4 keep 112 bytes on the stack (nf4 g64, Triton 3.9)
+    if target.table in _WARP_MMA and (found.block_m, codes) == (64, 4) and zeros == "values":
+        options["num_warps"] = 8  # 4 keep 8 bytes on the stack (sm80, int4 g32)
     if target.table in _WARP_MMA and found.block_m == 32 and not options["EVEN_K"]:
         options["maxnreg"] = 200  # left alone, ptxas takes 168 and keeps 8 bytes on the stack (sm80, int4 g128)
     if target.table == "sm100" and found.block_m == 64 and codes == 4 and found.scale_mode == "before":
@@ -389,7 +396,7 @@ def _hopper_mm(
     if not hopper.has_kernels():
         return None
     sizes = (rows.shape[0], w.N, w.K, dtype, w.format, w.group_size)
-    scales = (tuple(w.scale.shape), w.scale.dtype, w.zero_point is not None, target_of(rows.device))
+    scales = (tuple(w.scale.shape), w.scale.dtype, w.zeros, target_of(rows.device))
     plan = hopper.plan(*sizes, *scales, codes=True) if rows.dtype == torch.int8 else None
     plan = plan or hopper.plan(*sizes, *scales)
     if plan is None:
@@ -424,18 +431,6 @@ def as_rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def with_plain_rows(w: Weight) -> Weight:
-    """w if its rows are contiguous, and its zero points have the strides of its scales; else such a copy."""
-    qdata, scale, zero_point, _ = w.packed
-    if qdata.stride(1) != 1:
-        qdata = qdata.contiguous()
-    if scale.stride(1) != 1 or (zero_point is not None and zero_point.stride() != scale.stride()):
-        scale, zero_point = scale.contiguous(), None if zero_point is None else zero_point.contiguous()
-    if qdata is w.qdata and scale is w.scale and zero_point is w.zero_point:
-        return w
-    return w._replace(qdata=qdata, scale=scale, zero_point=zero_point)
-
-
 def fused_mm(
     x: Tensor, w: Weight, bias: Tensor | None, row_scale: Tensor | None = None, *, dtype: torch.dtype
 ) -> Tensor | None:
@@ -446,7 +441,7 @@ def fused_mm(
     if unavailable_reason(x.device) is not None:
         return None
     rows, target = as_rows(x), target_of(x.device)
-    given, w = w, with_plain_rows(w)
+    given, w = w, w.with_plain_rows()
     lasts = w is given and w.input_diagonal is None
     if row_scale is None and rows.dtype == dtype and (y := few_mm(rows, w, bias, lasts=lasts)) is not None:
         return y.view(*x.shape[:-1], w.N)
@@ -454,7 +449,7 @@ def fused_mm(
         return y.view(*x.shape[:-1], w.N)
     plan = fused_plan(
         *(rows.shape[0], w.N, w.K, dtype, w.format, w.group_size),
-        *(row_alignment(w.qdata), tuple(w.scale.shape), w.scale.dtype, target),
+        *(row_alignment(w.qdata), tuple(w.scale.shape), w.scale.dtype, w.zeros, target),
     )
     if plan is None:
         return None
@@ -473,7 +468,6 @@ _hadamard = direct(hadamard)
 @implements(weight_only_mm, "XPU", FUSED + DENSE)
 @implements(weight_only_mm, "CUDA", FEW + FUSED + HOPPER + DENSE)
 @takes_weight(check, transforms=True)
-@by_parts
 def weight_only_mm_gpu(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
     """Compute `weight_only_mm_reference`; weights are rounded to x's dtype if they are scaled before the product.
 

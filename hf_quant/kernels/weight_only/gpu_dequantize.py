@@ -69,6 +69,7 @@ def _dequantize_kernel(
 ):
     """Program (rows, columns) of all matrices one below the other; two matrices are `scale_matrix` scales apart."""
     ELEMENTS: tl.constexpr = BLOCK_C // CODES
+    FLOAT_ZERO: tl.constexpr = HAS_ZERO and zero_point.dtype.element_ty.is_floating()
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     element = tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS)
     row = tl.minimum(r, rows - 1)
@@ -95,17 +96,25 @@ def _dequantize_kernel(
         factor *= tl.load(global_scale + matrix)[:, None]
     values = decode_in_order(first, second, levels, DOT, KIND, BITS, PLANE0, PLANE1, CODES, MANTISSA, MULTIPLIER, PTX)
     values = values.to(tl.float32)
+    if HAS_ZERO:
+        zero = tl.load(zero_point + at, mask=in_range, other=0).to(tl.float32)
+        if not FLOAT_ZERO:
+            zero += 128.0
+        if GROUP > 0:
+            zero = spread(zero, BLOCK_R, GROUPS, BLOCK_C)
     if KIND == "integer" and BITS < 8:
-        if HAS_ZERO:
-            zero = tl.load(zero_point + at, mask=in_range, other=0).to(tl.float32) + 128.0
-            if GROUP > 0:
-                zero = spread(zero, BLOCK_R, GROUPS, BLOCK_C)
+        if FLOAT_ZERO:
+            values -= 128.0
+        elif HAS_ZERO:
             values -= zero
         else:
             values -= 128.0 + 2 ** (BITS - 1)
     if GROUP > 0:
         factor = spread(factor, BLOCK_R, GROUPS, BLOCK_C)
-    tl.store(y + r.to(tl.int64)[:, None] * K + k[None, :], (values * factor).to(y.dtype.element_ty), mask=mask)
+    values *= factor
+    if FLOAT_ZERO:
+        values += zero
+    tl.store(y + r.to(tl.int64)[:, None] * K + k[None, :], values.to(y.dtype.element_ty), mask=mask)
 
 
 PATHS = (Path("Triton", "any M", lambda problem: None if HAS_TRITON else "triton is not installed"),)
@@ -119,7 +128,7 @@ def dequantize_gpu(w: Weight, *, dtype: torch.dtype) -> Tensor:
     (qdata, scale, zero_point, global_scale), K = w.packed, w.K
     *lead, N, width = qdata.shape
     is_served = unavailable_reason(qdata.device) is None and undecodable_reason(w.spec) is None
-    if not is_served or w.has_float_zeros or prod(lead) * N * K == 0 or dtype == torch.float64:
+    if not is_served or prod(lead) * N * K == 0 or dtype == torch.float64:
         return dequantized(w, dtype)
     spec, rows = w.spec, prod(lead) * N
     qdata = qdata.reshape(-1, width)
@@ -155,5 +164,6 @@ def dequantize_gpu(w: Weight, *, dtype: torch.dtype) -> Tensor:
         DOT=tl.float32 if is_table else tl.bfloat16,
         **decode_options(w.format, torch.bfloat16, codes, use_ptx=target_of(qdata.device).is_nvidia and not is_table),
         num_warps=_NUM_WARPS,
+        **({"enable_fp_fusion": False} if w.has_float_zeros else {}),  # the reference rounds product and sum
     )
     return y

@@ -16,7 +16,7 @@ from hf_quant.kernels.weight import Weight, takes_weight
 def dequantize_reference(w: Weight, *, dtype: torch.dtype) -> Tensor:
     """The weight [..., N, K] in `dtype`: (level of code, or code - zero_point) * scale * global_scale, in fp32.
 
-    With a floating-point zero_point it is code * scale * global_scale + zero_point.
+    With a floating-point zero_point it is code * scale + zero_point.
     """
     return dequantized(w, dtype)
 

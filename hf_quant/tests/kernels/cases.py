@@ -36,10 +36,13 @@ QUANTS = (
     TensorQuant("int3", "group", 16, scale_dtype="float8_e4m3fn"),
     TensorQuant("int4", "group", 32, scale_dtype="float8_e4m3fn"),  # the default of "int4"
 )
-# Of floating-point zero points, which the ops take, and single kernels do not.
+# Of floating-point zero points.
 FLOAT_ZEROS = (
     TensorQuant("int4", "group", 32, symmetric=False, zero_point_dtype="float32"),
+    TensorQuant("int4", "group", 128, symmetric=False, scale_dtype="bfloat16", zero_point_dtype="bfloat16"),
     TensorQuant("int8", "group", 64, symmetric=False, scale_dtype="bfloat16", zero_point_dtype="float16"),
+    TensorQuant("int8", "row", symmetric=False, zero_point_dtype="float32"),
+    TensorQuant("int2", "group", 16, symmetric=False, scale_dtype="bfloat16", zero_point_dtype="float32"),
 )
 
 # (N, K): one that every path takes, one that has a block and a tile left over, one that no packing likes, one beyond

@@ -10,7 +10,7 @@ from hf_quant.kernels.weight_only.gpu import weight_only_mm_gpu
 from hf_quant.kernels.weight_only.op import weight_only_mm_reference
 from hf_quant.scheme import TensorQuant
 from hf_quant.testing import PRODUCT_RMS, assert_close
-from hf_quant.tests.kernels.cases import QUANTS, packed_case
+from hf_quant.tests.kernels.cases import FLOAT_ZEROS, QUANTS, packed_case
 
 
 if not hopper.HAS_GLUON:
@@ -23,7 +23,8 @@ pytestmark = pytest.mark.usefixtures("poison_empty")
 INT4 = TensorQuant("int4", "group", 128, scale_dtype="bfloat16")
 INT4_32 = TensorQuant("int4", "group", 32, scale_dtype="float8_e4m3fn")
 NF4 = TensorQuant("nf4", "group", 64)
-SERVED = [quant for quant in QUANTS if few.unsupported_reason(quant.format, quant.group_size or 256, 256) is None]
+ALL = [*QUANTS, *FLOAT_ZEROS]
+SERVED = [quant for quant in ALL if few.unsupported_reason(quant.format, quant.group_size or 256, 256) is None]
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +58,7 @@ def test_every_format(quant):
 
 
 @pytest.mark.parametrize("M", [1, 16])
-@pytest.mark.parametrize("quant", [INT4, INT4_32, TensorQuant("int8", "row"), NF4], ids=str)
+@pytest.mark.parametrize("quant", [INT4, INT4_32, TensorQuant("int8", "row"), NF4, *FLOAT_ZEROS[:2]], ids=str)
 def test_sizes_off_the_tile(quant, M):
     M = min(M, 8) if quant is NF4 else M
     short = quant.group_size or 64

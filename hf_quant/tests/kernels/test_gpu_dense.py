@@ -17,6 +17,8 @@ QUANTS = (
     TensorQuant("int4", "group", 64, symmetric=False, scale_dtype="bfloat16"),
     TensorQuant("fp8_e4m3", "block"),
     TensorQuant("nvfp4", "group", 16, scale_dtype="float8_e4m3fn"),
+    TensorQuant("int4", "group", 32, symmetric=False, zero_point_dtype="float32"),
+    TensorQuant("int8", "row", symmetric=False, zero_point_dtype="float32"),
 )
 
 

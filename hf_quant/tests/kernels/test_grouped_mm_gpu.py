@@ -65,7 +65,7 @@ def test_strides_of_offsets_and_codes_at_odd_addresses():
 
 @pytest.mark.parametrize("activation", ["int8", "fp8_e4m3"])
 @pytest.mark.parametrize("target", ["sm80", "sm90"])
-@pytest.mark.parametrize("quant", [INT4, *(QUANTS[i] for i in (0, 6, 14, 21))], ids=str)
+@pytest.mark.parametrize("quant", [INT4, *(QUANTS[i] for i in (0, 6, 14, 21)), *FLOAT_ZEROS[:1]], ids=str)
 def test_quantized_activations(quant, activation, target):
     args, kwargs = _case(quant, [2, 0, 3])
     with pretend(TARGETS[target]):
@@ -154,7 +154,7 @@ def _check_backward(args, kwargs, K=128):
 
 
 @pytest.mark.parametrize("target", ["sm90", "gfx942"])
-@pytest.mark.parametrize("quant", [*QUANTS, TensorQuant("int4", "group", 96, symmetric=False)], ids=str)
+@pytest.mark.parametrize("quant", [*QUANTS, *FLOAT_ZEROS, TensorQuant("int4", "group", 96, symmetric=False)], ids=str)
 def test_gradient_in_every_format(quant, target):
     args, kwargs = _case(quant, [2, 0, 3])
     with pretend(TARGETS[target]):

@@ -78,6 +78,8 @@ def test_offsets_and_exact_scales_of_four_bits(dtype):
     for zero in (0, 3, 15):
         (found, _) = _run("int4", dtype, "-*", 1, (codes, codes), codes, scale=1.5, offset=magic + zero)
         assert found.tolist() == [(code - zero) * 1.5 for code in codes]
+        (found, _) = _run("int4", dtype, "*+", 3, (codes, codes), codes, scale=1.5, offset=zero - 4.25)
+        assert found.tolist() == [(code - 8) * 1.5 + zero - 4.25 for code in codes]
     for scale in (0.875, 0.4375, 15.0):  # of e4m3: the sum of 17 * 15 eighths needs 8 bits
         (found, _) = _run("int4", torch.bfloat16, "fma", 2, (codes, codes), codes, scale=scale, offset=-136 * scale)
         assert found.tolist() == [float(torch.tensor((code - 8) * scale).bfloat16()) for code in codes]
@@ -93,7 +95,7 @@ def test_other_formats_are_left_to_other_kernels():
 def _plan(M, N=4096, K=4096, dtype=torch.bfloat16, format="int4", target="sm90", experts=0):
     group = 128 if format == "int4" else K
     shape = (N, K // group)
-    return hopper.plan(M, N, K, dtype, format, group, shape, torch.bfloat16, False, TARGETS[target], experts)
+    return hopper.plan(M, N, K, dtype, format, group, shape, torch.bfloat16, "", TARGETS[target], experts)
 
 
 def test_few_tokens_other_gpus_and_wide_floats_are_left_to_other_kernels():

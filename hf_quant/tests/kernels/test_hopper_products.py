@@ -16,7 +16,7 @@ from hf_quant.kernels.weight_only.gpu import weight_only_mm_gpu
 from hf_quant.kernels.weight_only.op import weight_only_mm_reference
 from hf_quant.scheme import TensorQuant
 from hf_quant.testing import PRODUCT_RMS, assert_close
-from hf_quant.tests.kernels.cases import QUANTS, packed_case
+from hf_quant.tests.kernels.cases import FLOAT_ZEROS, QUANTS, packed_case
 from hf_quant.tests.kernels.test_grouped_mm_gpu import _case as experts_case
 from hf_quant.tests.kernels.test_grouped_scaled_mm import rows_case
 
@@ -30,7 +30,7 @@ from hf_quant.tests.kernels.gluon_interpreter import interpreted
 pytestmark = pytest.mark.usefixtures("poison_empty")
 SM90 = TARGETS["sm90"]
 INT4 = TensorQuant("int4", "group", 128, scale_dtype="bfloat16")
-SERVED = [quant for quant in QUANTS if undecodable_reason(CODES[quant.format]) is None]
+SERVED = [quant for quant in (*QUANTS, *FLOAT_ZEROS) if undecodable_reason(CODES[quant.format]) is None]
 
 
 def _tile(monkeypatch, row, parts=1, whole=0):
@@ -129,7 +129,7 @@ def test_which_codes_are_multiplied_as_they_are(monkeypatch):
 
 @pytest.mark.parametrize("counts", [[40, 0, 3, 90], [0, 0, 130], [70, 1]], ids=str)
 @pytest.mark.parametrize("activation", [None, "int8"])
-@pytest.mark.parametrize("quant", [INT4, TensorQuant("int4", "tensor", symmetric=False)], ids=str)
+@pytest.mark.parametrize("quant", [INT4, TensorQuant("int4", "tensor", symmetric=False), FLOAT_ZEROS[1]], ids=str)
 def test_experts(quant, activation, counts):
     args, kwargs = experts_case(quant, counts, N=136, K=256, tail=5)
     with interpreted(), pretend(SM90):

@@ -279,6 +279,17 @@ def test_dynamic_mm(quant, activation, x_dtype):
     assert_close(y, dynamic_mm_reference(strided, *packed, None, activation=activation, **options), rms=rms)
 
 
+def test_weights_with_zero_points_are_not_multiplied_as_codes():
+    quant = TensorQuant("int8", "row", symmetric=False, zero_point_dtype="float32")
+    packed, options = packed_case(quant, 66, 160)
+    x, bias = torch.randn(17, 160).bfloat16(), torch.randn(66).bfloat16()
+    expected = dynamic_mm_reference(x, *packed, bias, activation="int8", **options)
+    for name in ("sm90", "sm80", "gfx942"):
+        with pretend(TARGETS[name]):
+            y = dynamic_mm_gpu(x, *packed, bias, activation="int8", **options)
+        assert_close(y, expected, rms=3e-3)
+
+
 def test_a_block_scale_over_all_of_k():
     packed, options = packed_case(TensorQuant("fp8_e4m3", "block"), 200, 96)
     assert packed.scale.shape == (2, 1)

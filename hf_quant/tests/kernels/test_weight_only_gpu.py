@@ -8,7 +8,6 @@ from hf_quant.kernels.gpu import ready
 from hf_quant.kernels.gpu.hopper import plan as hopper
 from hf_quant.kernels.gpu.launch import TARGETS, pretend, record_launches
 from hf_quant.kernels.rowwise.op import quantize_rowwise_reference
-from hf_quant.kernels.sign_matrices import transform
 from hf_quant.kernels.weight import weight_of
 from hf_quant.kernels.weight_only import gpu
 from hf_quant.kernels.weight_only.gpu import fused_mm, weight_only_mm_gpu
@@ -48,19 +47,6 @@ def test_every_format(quant, target):
         assert_product(y, exact, weight)
 
 
-@pytest.mark.parametrize("M", [1, 20])
-@pytest.mark.parametrize("quant", FLOAT_ZEROS, ids=str)
-def test_floating_point_zero_points_in_one_row_and_in_many(quant, M):
-    packed, kwargs = packed_case(quant, 72, 256)
-    weight, x, bias = decode_slowly(packed, quant, 256), _x(M, 256, torch.bfloat16), torch.randn(72)
-    with pretend(TARGETS["sm90"]):
-        y = weight_only_mm_gpu(x, *packed, bias, **kwargs)
-        rotated = weight_only_mm_gpu(x, *packed, None, torch.ones(4, 64), **kwargs)
-    assert_product(y, x.double() @ weight.t() + bias.double(), weight)
-    turned = transform(x.double(), 64, None)
-    assert_product(rotated, turned @ weight.t(), weight)
-
-
 INT4 = TensorQuant("int4", "group", 128, scale_dtype="bfloat16")
 ASYMMETRIC = TensorQuant("int4", "group", 64, symmetric=False, scale_dtype="bfloat16")
 INT8 = TensorQuant("int8", "row", scale_dtype="bfloat16")
@@ -77,10 +63,11 @@ def _kernels(M, quant, N, K, target, dtype=torch.bfloat16):
 
 @pytest.mark.parametrize("M", [1, 3, 17, 40, 128])
 @pytest.mark.parametrize("target", ["sm80", "sm90", "gfx942"])
-def test_every_branch_of_m(M, target):
+@pytest.mark.parametrize("quant", [INT4, *FLOAT_ZEROS[:2]], ids=str)
+def test_every_branch_of_m(quant, M, target):
     N, K = 200, 384
-    packed, kwargs = packed_case(INT4, N, K)
-    weight, x = decode_slowly(packed, INT4, K), _x(M, K, torch.bfloat16)
+    packed, kwargs = packed_case(quant, N, K)
+    weight, x = decode_slowly(packed, quant, K), _x(M, K, torch.bfloat16)
     with pretend(TARGETS[target]):
         y = weight_only_mm_gpu(x, *packed, None, **kwargs)
     assert_product(y, x.double() @ weight.t(), weight)
@@ -89,7 +76,7 @@ def test_every_branch_of_m(M, target):
 
 @pytest.mark.parametrize("M", [128, 200])
 @pytest.mark.parametrize(
-    "quant", [q for q in QUANTS if q.format in ("int3", "int2", "nf4", "fp6_e3m2", "int8")], ids=str
+    "quant", [q for q in (*QUANTS, *FLOAT_ZEROS) if q.format in ("int3", "int2", "nf4", "fp6_e3m2", "int8")], ids=str
 )
 def test_many_tokens_in_every_number_of_codes_per_element(quant, M):
     packed, kwargs = packed_case(quant, 72, 288)
@@ -99,7 +86,7 @@ def test_many_tokens_in_every_number_of_codes_per_element(quant, M):
 
 @pytest.mark.parametrize("target", ["sm80", "sm90"])
 @pytest.mark.parametrize("activation", ["int8", "fp8_e4m3"])
-@pytest.mark.parametrize("quant", [INT4, INT8, TensorQuant("fp8_e4m3", "block")], ids=str)
+@pytest.mark.parametrize("quant", [INT4, INT8, TensorQuant("fp8_e4m3", "block"), FLOAT_ZEROS[0]], ids=str)
 def test_quantized_activations(quant, activation, target):
     packed, kwargs = packed_case(quant, 72, 288)
     weight = decode_slowly(packed, quant, 288)

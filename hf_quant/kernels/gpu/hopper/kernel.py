@@ -14,14 +14,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from hf_quant.kernels.gpu.decode import scale_in
+from hf_quant.kernels.gpu.decode import offset_in, scale_in
 from hf_quant.kernels.gpu.hopper.codes import _multiply_codes
 from hf_quant.kernels.gpu.hopper.ring import _load_tile, _next, _ring
 from hf_quant.kernels.gpu.hopper.tiles import _rows_of_tile, _tile_at
 
 
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # a name that later Tritons changed
-_scale_in = gluon.jit(scale_in.fn)
+_scale_in, _offset_in = gluon.jit(scale_in.fn), gluon.jit(offset_in.fn)
 
 
 @gluon.constexpr_function
@@ -123,7 +123,9 @@ def _decode(
                 PTX, "=r,r,r,r,r,r", [words, selector, factor], dtype=gl.int16, is_pure=True, pack=2
             )
         else:
-            if HAS_ZERO:
+            if SCALING == "*+":
+                offset = _offset_in(zero, _scale_in(raw, SCALE, gl.float32), BITS, DOT)
+            elif HAS_ZERO:
                 offset = (zero.to(gl.int16) + MAGIC).to(DOT)
             else:
                 offset = factor * gl.full(factor.shape, -136.0, DOT, factor.type.layout)  # exact, see `gpu.tile`

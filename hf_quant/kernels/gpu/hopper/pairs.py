@@ -51,8 +51,8 @@ def pair_ptx(name: str, dtype: torch.dtype, scaling: str) -> str:
     """PTX of one pair: $0 the result, $1 and $2 the word, $3 and $4 the selector, $5 the scale, $6 the offset.
 
     The scale and the offset are there twice, in both halves of a register. scaling: "" leaves the value of the code;
-    "*" multiplies it by $5; "-*" takes $6 from 128 + code (bf16; 1024 + code in fp16), then multiplies by $5; "fma"
-    multiplies 128 + code by $5 and adds $6. The last two are of integers of 4 bits.
+    "*" multiplies it by $5; "*+" also adds $6; "-*" takes $6 from 128 + code (bf16; 1024 + code in fp16), then
+    multiplies by $5; "fma" multiplies 128 + code by $5 and adds $6. The last two are of integers of 4 bits.
     """
     spec = CODES[name]
     kind, mantissa = ("bf16x2", 7) if dtype == torch.bfloat16 else ("f16x2", 10)
@@ -66,7 +66,7 @@ def pair_ptx(name: str, dtype: torch.dtype, scaling: str) -> str:
         lines += ["mov.b32 s, 0;", "prmt.b32 u, $1, s, $3;"]
     if spec.is_integer and spec.is_packed:
         lines.append(f"lop3.b32 u, u, 0x000F000F, {_hex(one)}, 0x{AND_OR:X};")
-        if scaling in ("", "*"):
+        if scaling in ("", "*", "*+"):
             lines += [f"mov.b32 s, {_both(-(2**mantissa + 8), dtype)};", f"add.rn.{kind} u, u, s;"]
     elif spec.is_integer and dtype == torch.bfloat16:  # 128 + the low 7 bits, less 128, or 256 for negative ones
         lines.append(f"lop3.b32 s, u, 0x00800080, {_hex(one)}, 0x{AND_OR:X};")
@@ -77,7 +77,7 @@ def pair_ptx(name: str, dtype: torch.dtype, scaling: str) -> str:
         lines += [f"mov.b32 s, {_both(-(1024 + 128), dtype)};", f"add.rn.{kind} u, u, s;"]
     elif spec.minifloat:
         lines += _minifloat_lines(spec, mantissa, kind, dtype)
-    if scaling == "fma":
+    if scaling in ("*+", "fma"):
         lines.append(f"fma.rn.{kind} u, u, $5, $6;")
     elif scaling:
         lines += [f"sub.rn.{kind} u, u, $6;"] if scaling == "-*" else []

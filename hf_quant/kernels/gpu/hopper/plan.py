@@ -213,18 +213,19 @@ def plan(
     group_size: int,
     scale_shape: tuple[int, ...],
     scale_dtype: torch.dtype,
-    has_zero: bool,
+    zeros: str,
     target: Target,
     experts: int = 0,
     codes: bool = False,
 ) -> Plan | None:
     """The plan for M tokens, None where another path serves.
 
-    experts: how many have weights, 0 for a plain weight. codes: x is int8, and is multiplied as it is.
+    zeros: see `Weight.zeros`. experts: how many have weights, 0 for a plain weight. codes: x is int8, multiplied as it
+    is.
     """
     if target.name != "sm90" or dtype not in (torch.float16, torch.bfloat16) or M * N * K == 0:
         return None
-    takes_codes = UNTRIED and format == "int4" and not has_zero and (group_size >= K or group_size % 128 == 0)
+    takes_codes = UNTRIED and format == "int4" and not zeros and (group_size >= K or group_size % 128 == 0)
     if unsupported_reason(format, group_size, K) is not None or (codes and not takes_codes):
         return None
     spec, served = CODES[format], min(experts, M)
@@ -235,8 +236,8 @@ def plan(
     row, split = choose(M, N, K, target, served, CODE_ROWS if codes else ROWS)
     words = row.block_k * bits // 32
     scale, scaling = scale_kind(scale_dtype), "*" if group_size < K else ""
-    if has_zero:
-        scaling = "-*"
+    if zeros:
+        scaling = "*+" if zeros == "values" else "-*"
     elif scaling and scale == "e4m3" and format == "int4" and dtype == torch.bfloat16:
         scaling = "fma"
     options = {
@@ -250,7 +251,7 @@ def plan(
         "SCALE": scale,
         "SCALE_ROWS": scale_rows(scale_shape, N),
         "SCALING": scaling,
-        "HAS_ZERO": has_zero,
+        "HAS_ZERO": bool(zeros),
         "SPLIT_K": split.parts,
         "TAIL": split.whole > 0,
         "DOT": gl.bfloat16 if dtype == torch.bfloat16 else gl.float16,
@@ -262,7 +263,7 @@ def plan(
         "num_warps": row.warps,
         # By Triton 3.6 80 keep 8 to 16 bytes on the stack where a step has the scales of four groups (nvfp4), or
         # experts have zero points (int4 g128).
-        "maxnreg": 104 if row.registers == 80 and (group_size < 32 or (has_zero and experts)) else row.registers,
+        "maxnreg": 104 if row.registers == 80 and (group_size < 32 or (zeros and experts)) else row.registers,
     }
     # As many tiles of tokens as any distribution over the experts can need, and one of rows of none.
     tiles_m = M // row.block_m + served + 1 if experts else triton.cdiv(M, row.block_m)
