@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_quant import QuantizerConfig, export_gguf, import_checkpoint, quantize_
+from integration_tests.support.gguf_files import MOE, moe_metadata, moe_tensors, write_gguf
 from integration_tests.support.gguf_models import (
     ASSET,
     MODELS,
@@ -157,3 +158,16 @@ def test_what_llama_cpp_has_quantized_arrives(number, kind, tmp_path):
     for name in ("model.layers.1.mlp.up_proj", "model.layers.0.self_attn.k_proj", "lm_head"):
         assert torch.equal(model.get_submodule(name).dequantize_weight(), host[f"{name}.weight"])
     assert distance(model, path, list(range(3, 43))) < 0.05
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_models_with_experts_compute_the_same(name, tmp_path):
+    tensors = moe_tensors(name, {"*": "Q8_0"})
+    more = {"tokenizer.ggml.model": "none", "general.file_type": 7}
+    path = write_gguf(tmp_path / "m.gguf", {**moe_metadata(name), **more}, tensors)
+    import_checkpoint(path, tmp_path / "in")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "in", dtype=torch.float32)
+    ids = list(range(3, 43))
+    assert distance(model, path, ids) < 0.05  # llama.cpp rounds inputs to 8 bits
+    model.model.layers[0].mlp.gate.weight.data.neg_()  # other experts
+    assert distance(model, path, ids) > 0.2

@@ -165,8 +165,9 @@ def _with(**changes):
     ("change", "message"),
     [
         (_without("blk.0.attn_v.weight"), "it lacks 1 tensors of a LlamaForCausalLM, model.layers.0.self_attn.v_proj"),
-        (_with(general__architecture="falcon"), "it is a falcon model; readable: llama, qwen2, qwen3, gemma3, phi3"),
-        (_with(llama__expert_count=8), "a llama model with expert_count, which is not read here"),
+        (_with(general__architecture="falcon"), "it is a falcon model; readable: llama, qwen2, qwen2moe, qwen3"),
+        (_with(llama__expert_group_count=8), "a llama model with expert_group_count, which is not read here"),
+        (_with(llama__expert_count=8), "its metadata has None for expert_used_count; needs a whole number from 1"),
         (_with(llama__attention__value_length=32), "its keys have 64 channels, its values 32"),
         (_with(llama__rope__dimension_count=32), "it rotates 32 of the 64 channels of a head"),
         (_with(llama__rope__scaling__type="longrope"), "of the kind 'longrope'; readable: linear, yarn"),

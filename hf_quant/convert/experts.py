@@ -30,15 +30,11 @@ def merge_experts(model: "PreTrainedModel", weights: list[ForeignWeight]) -> lis
 
     Raises ValueError if experts of one layer differ in scheme, or one is missing.
     """
-    rules: list[_Rule] = []
-    known = dict(model.named_modules())
-    for names, target in merging_rules(model):
-        escaped = (re.escape(name).replace(r"\*", r"(?P<expert>[0-9]+)") for name in names)
-        rules.append(_Rule([re.compile(rf"(?P<prefix>.*){name}") for name in escaped], target))
+    known, rules = dict(model.named_modules()), expert_rules(model)
     merged: list[ForeignWeight] = []
     parts: dict[str, dict[tuple[int, int], ForeignWeight]] = {}
     for weight in weights:
-        found = None if weight.module in known else _match(rules, weight.module)
+        found = None if weight.module in known else match_expert(rules, weight.module)
         if found is None:
             merged.append(weight)
         else:
@@ -47,7 +43,16 @@ def merge_experts(model: "PreTrainedModel", weights: list[ForeignWeight]) -> lis
     return merged + [_fuse(name, found) for name, found in parts.items()]
 
 
-def _match(rules: list[_Rule], module: str) -> tuple[str, int, int] | None:
+def expert_rules(model: "PreTrainedModel") -> list[_Rule]:
+    """Return the rules by which transformers fuses the single layers of a model's experts."""
+    rules: list[_Rule] = []
+    for names, target in merging_rules(model):
+        escaped = (re.escape(name).replace(r"\*", r"(?P<expert>[0-9]+)") for name in names)
+        rules.append(_Rule([re.compile(rf"(?P<prefix>.*){name}") for name in escaped], target))
+    return rules
+
+
+def match_expert(rules: list[_Rule], module: str) -> tuple[str, int, int] | None:
     """Return (name of the fused weight, expert, part) of a layer, or None if it is no expert."""
     for rule in rules:
         for part, source in enumerate(rule.sources):

@@ -128,3 +128,43 @@ def llama_tensors(
         halves = rng.integers(0x3F00, 0x3FC0, hidden).astype(np.uint32) << 16  # bf16 numbers from 0.5 to 1.5
         found[f"{name}.weight"] = ("F32", halves.view(np.float32))
     return found
+
+
+MOE = ("llama", "qwen2moe", "qwen3moe")
+
+
+def moe_metadata(name: str, **more: Any) -> dict[str, Any]:
+    """The metadata of a model of 64 tokens and 1 layer with 4 experts of 256 channels, of which a token has 2."""
+    own = {key.removeprefix("llama."): value for key, value in llama_metadata().items() if key.startswith("llama.")}
+    own |= {"expert_count": 4, "expert_used_count": 2}
+    if name != "llama":
+        own |= {"feed_forward_length": 512, "expert_feed_forward_length": 256}
+    if name == "qwen2moe":
+        own["expert_shared_feed_forward_length"] = 512
+    return {"general.architecture": name, **{f"{name}.{key}": value for key, value in {**own, **more}.items()}}
+
+
+def moe_tensors(name: str, kinds: dict[str, str]) -> dict[str, tuple[str, Any]]:
+    """The tensors of that model: types by name in GGUF without its layer, "*" for all others."""
+    kinds = {f"blk.0.{key}" if key not in ("*", "output", "token_embd") else key: kind for key, kind in kinds.items()}
+    dense = {key: kind for key, kind in kinds.items() if "exp" not in key}
+    found = llama_tensors({**dense, "blk.0.ffn_gate": "none", "blk.0.ffn_up": "none", "blk.0.ffn_down": "none"})
+    rng = np.random.default_rng(2)
+
+    def numbers(*shape: int, scale: float = 1.0) -> tuple[str, Any]:
+        return "F32", (rng.standard_normal(shape) * scale).astype(np.float16).astype(np.float32)
+
+    for seed, part in enumerate(("gate", "up", "down"), 20):
+        kind = kinds.get(f"blk.0.ffn_{part}_exps", kinds["*"])
+        found[f"blk.0.ffn_{part}_exps.weight"] = kind, random_rows(kind, 4 * 256, 256, seed).reshape(4, 256, -1)
+        if name == "qwen2moe":
+            shape = (256, 512) if part == "down" else (512, 256)
+            kind = kinds.get(f"blk.0.ffn_{part}_shexp", kinds["*"])
+            found[f"blk.0.ffn_{part}_shexp.weight"] = kind, random_rows(kind, *shape, seed + 3)
+    found["blk.0.ffn_gate_inp.weight"] = numbers(4, 256)
+    if name == "qwen2moe":
+        found["blk.0.ffn_gate_inp_shexp.weight"] = numbers(256)
+        found |= {f"blk.0.attn_{p}.bias": numbers(256 if p == "q" else 128, scale=0.1) for p in "qkv"}
+    if name == "qwen3moe":
+        found |= {f"blk.0.attn_{part}_norm.weight": ("F32", np.ones(64, np.float32)) for part in "qk"}
+    return found

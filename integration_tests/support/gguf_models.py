@@ -21,6 +21,7 @@ _SIZES |= {"bos_token_id": 1, "eos_token_id": 2}
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 _LLAMA31 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
 _LLAMA31 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 _PART = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 # {name: (class of the config, fields)}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -32,6 +33,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", {}),
     "qwen2, yarn": ("Qwen2Config", {"rope_parameters": _YARN}),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
+    "qwen2moe": ("Qwen2MoeConfig", {**_EXPERTS, "shared_expert_intermediate_size": 96}),
+    "qwen3moe": ("Qwen3MoeConfig", {**_EXPERTS, "norm_topk_prob": True, "head_dim": 32}),
     "gemma3": (
         "Gemma3TextConfig",
         {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 16, "num_hidden_layers": 6},
@@ -61,9 +65,11 @@ def with_one_silent_layer(name: str) -> torch.nn.Module:
     llama.cpp rounds the inputs of quantized layers to 8 bits; of this layer they make no difference.
     """
     model = make_model(name)
-    model.model.layers[0].mlp.down_proj.weight.data.zero_()
+    experts = getattr(model.model.layers[0].mlp, "experts", None)
+    (model.model.layers[0].mlp.down_proj.weight if experts is None else experts.down_proj).data.zero_()
     scheme = {"weights": "int8", "group_size": 32, "scale_dtype": "float16"}
-    quantize_(model, QuantizerConfig(None, modules={"model.layers.0.mlp.down_proj": scheme}))
+    silent = "down_proj" if experts is None else "experts"
+    quantize_(model, QuantizerConfig(None, modules={f"model.layers.0.mlp.{silent}": scheme}))
     return model
 
 

@@ -9,22 +9,27 @@ Names are those of the package gguf (`gguf.get_tensor_name_map`). What differs i
 """
 
 import math
+import re
 from collections.abc import Container, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from hf_quant.convert.gguf.layouts import Layout
 from hf_quant.convert.gguf.package import gguf_package
 
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 _SUFFIXES = (".weight", ".bias")
+# Fused experts of transformers: gate and up are one parameter there, and two in files.
+_EXPERTS = re.compile(r"(?P<prefix>.*\.experts)\.(?P<parts>gate_up|down)_proj(?P<bias>_bias)?")
 FACTORS = "rope_freqs.weight"  # divisors of the frequencies of rotation, by which llama.cpp knows the kind "llama3"
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_UNSCALED = ("qwen2_moe",)  # the probabilities of the experts of a token are not scaled to the sum 1
 _PATTERN = 6  # of gemma3: each sixth layer attends to all tokens
 _LOCAL_THETA = 10000.0
 _LARGEST_GEMMA3 = 62  # layers of the model that scales queries by the width of a head other than its own
@@ -37,19 +42,31 @@ class Architecture(NamedTuple):
     model_types: tuple[str, ...]
     pairs_are_neighbors: bool = False  # rows of queries and keys are in the order of rotated pairs
     offset: float = 0.0  # that norms hold beside their weight
+    has_experts: bool = False  # in every layer
+    read_as: tuple[str, ...] = ()  # model types that transformers takes its files for, beside the true ones
 
-    def names(self, model: nn.Module, layers: int) -> dict[str, str]:
-        """Return {name of a parameter in transformers: name in GGUF}. Raises ValueError if one has none."""
-        gguf = gguf_package()
+    def layouts(self, model: "PreTrainedModel") -> dict[str, Layout]:
+        """Return {name of a parameter in transformers: its layout in a file}. Raises ValueError if one has none."""
+        gguf, config = gguf_package(), model.config
         kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
-        known = gguf.get_tensor_name_map(kinds[self.name], layers)
-        found = {name: known.get_name(name, try_suffixes=_SUFFIXES) for name in model.state_dict()}
-        lost = [name for name, in_gguf in found.items() if in_gguf is None]
-        if lost:
-            raise ValueError(f"{lost[0]} of this {type(model).__name__} has no name in files of {self.name}")
+        known = gguf.get_tensor_name_map(kinds[self.name], config.num_hidden_layers)
+        found: dict[str, Layout] = {}
+        for name, values in model.state_dict().items():
+            experts = _EXPERTS.fullmatch(name)
+            if experts is not None:
+                names = [f"{experts['prefix']}.{part}_proj" for part in experts["parts"].split("_")]
+                suffix, axis = ".bias" if experts["bias"] else ".weight", 1
+            else:
+                names, suffix, axis = [name], "" if name.endswith(_SUFFIXES) else ".weight", 0
+            own = [known.get_name(part, try_suffixes=_SUFFIXES) for part in names]
+            if None in own:
+                raise ValueError(f"{name} of this {type(model).__name__} has no name in files of {self.name}")
+            order = self._order(name, config, values.shape[0])
+            offset = self.offset if name.endswith("norm.weight") else 0.0
+            found[name] = Layout(tuple(f"{part}{suffix}" for part in own), axis, order, offset)
         return found
 
-    def order(self, name: str, config: "PreTrainedConfig", rows: int) -> Tensor | None:
+    def _order(self, name: str, config: "PreTrainedConfig", rows: int) -> Tensor | None:
         """Return the rows, as transformers counts them, in the order of the file; None if that is the same."""
         part = name.split(".")[-2] if "." in name else name
         if not self.pairs_are_neighbors or part not in ("q_proj", "k_proj"):
@@ -57,15 +74,14 @@ class Architecture(NamedTuple):
         heads = config.num_attention_heads if part == "q_proj" else config.num_key_value_heads
         return torch.arange(rows).view(heads, 2, rows // heads // 2).transpose(1, 2).flatten()
 
-    def shifts(self, name: str) -> bool:
-        """Return True if the file holds the weight of this parameter plus `offset`."""
-        return self.offset != 0 and name.endswith("norm.weight")
-
 
 ARCHITECTURES = (
     Architecture("llama", ("llama", "mistral"), pairs_are_neighbors=True),
+    Architecture("llama", ("mixtral",), pairs_are_neighbors=True, has_experts=True, read_as=("llama", "mistral")),
     Architecture("qwen2", ("qwen2",)),
+    Architecture("qwen2moe", ("qwen2_moe",), has_experts=True),
     Architecture("qwen3", ("qwen3",)),
+    Architecture("qwen3moe", ("qwen3_moe",), has_experts=True),
     Architecture("gemma3", ("gemma3_text",), offset=1.0),
     Architecture("phi3", ("phi3",)),
 )
@@ -110,6 +126,8 @@ def hyperparameters(found: Architecture, config: Any) -> dict[str, Any]:
             values["rope.scaling.original_context_length"] = _original_length(rope, config)
     if found.name == "gemma3":
         values["attention.sliding_window"] = config.sliding_window
+    if found.has_experts:
+        values |= {key: getattr(config, name) for key, name in _EXPERT_FIELDS.items() if hasattr(config, name)}
     return values
 
 
@@ -148,7 +166,8 @@ def _differences(found: Architecture, config: Any) -> Iterator[str]:
     """Yield the reasons why llama.cpp would compute something else with these hyperparameters."""
     rope, kinds = _rope(config), set(getattr(config, "layer_types", None) or ())
     kind = rope.get("rope_type", "default")
-    allowed = ("default", "linear", "yarn", "llama3") if found.name in ("llama", "qwen2", "qwen3") else ("default",)
+    is_qwen = found.name.startswith("qwen")
+    allowed = ("default", "linear", "yarn", "llama3") if found.name == "llama" or is_qwen else ("default",)
     allowed = ("default", "linear") if found.name == "gemma3" else allowed
     if kind not in allowed:
         yield f"its rotation is of the kind {kind!r}; here: {', '.join(allowed)}"
@@ -161,10 +180,20 @@ def _differences(found: Architecture, config: Any) -> Iterator[str]:
     act = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
     if act != ("gelu_pytorch_tanh" if found.name == "gemma3" else "silu"):
         yield f"its activation is {act}"
-    if found.name in ("qwen2", "qwen3") and kinds - {"full_attention"}:
+    if is_qwen and (kinds - {"full_attention"} or getattr(config, "use_sliding_window", False)):
         yield "it attends to a window of tokens"
+    if found.has_experts:
+        yield from _differences_of_experts(config)
     if found.name == "gemma3":
         yield from _differences_of_gemma3(config)
+
+
+def _differences_of_experts(config: Any) -> Iterator[str]:
+    if getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1:
+        yield "it has layers without experts"
+    scales = getattr(config, "norm_topk_prob", True)
+    if scales == (config.model_type in _UNSCALED):
+        yield f"its norm_topk_prob is {scales}"
 
 
 def _differences_of_gemma3(config: Any) -> Iterator[str]:
@@ -191,6 +220,13 @@ def _query_scalar(config: Any) -> int:
 
 # From GGUF to transformers.
 
+# Of models with experts: what llama.cpp takes where a file lacks it is in `_complete_experts_`.
+_EXPERT_FIELDS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
 _KNOWN = {
     *("context_length", "embedding_length", "block_count", "feed_forward_length", "vocab_size"),
     *("attention.head_count", "attention.head_count_kv", "attention.layer_norm_rms_epsilon"),
@@ -218,9 +254,11 @@ def complete_(
             setattr(config, name, None)
     own = {key.removeprefix(f"{found.name}."): v for key, v in metadata.items() if key.startswith(f"{found.name}.")}
     window = {"attention.sliding_window"} if found.name in ("gemma3", "phi3") else set()
-    unknown = sorted(own.keys() - _KNOWN - window)
+    unknown = sorted(own.keys() - _KNOWN - window - (_EXPERT_FIELDS.keys() if found.has_experts else set()))
     if unknown:
         raise ValueError(f"it is a {found.name} model with {', '.join(unknown[:5])}, which is not read here")
+    if found.has_experts:
+        _complete_experts_(config, own)
     D = own.get("attention.key_length") or own["embedding_length"] // own["attention.head_count"]
     if own.get("attention.value_length", D) != D:
         raise ValueError(f"its keys have {D} channels, its values {own['attention.value_length']}")
@@ -248,6 +286,24 @@ def complete_(
     reason = next(_differences(found, config), None)
     if reason is not None:
         raise ValueError(f"transformers makes a model of it of which llama.cpp computes another one: {reason}")
+
+
+def _complete_experts_(config: Any, own: dict[str, Any]) -> None:
+    """Set the numbers and sizes of experts, and how llama.cpp weighs them."""
+    length, used = own.get("feed_forward_length"), own.get("expert_used_count")
+    defaults = {"expert_shared_feed_forward_length": length}
+    if isinstance(length, int) and isinstance(used, int) and used > 0:
+        defaults["expert_feed_forward_length"] = length // used
+    for key, name in _EXPERT_FIELDS.items():
+        if hasattr(config, name):
+            value = own.get(key) or defaults.get(key)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"its metadata has {value!r} for {key}; needs a whole number from 1")
+            setattr(config, name, value)
+    if config.num_experts_per_tok > config.num_experts:
+        raise ValueError(f"its metadata has {used} for expert_used_count; there are {config.num_experts} experts")
+    if hasattr(config, "norm_topk_prob"):
+        config.norm_topk_prob = config.model_type not in _UNSCALED
 
 
 def _llama3(divisors: Tensor, D: int, theta: float) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from hf_quant.algorithms import PackedWeight, unused_scale
 from hf_quant.convert.compressed_tensors.schemes import Inexpressible
+from hf_quant.convert.gguf.codes import Codes, converted, joined
 from hf_quant.formats import FORMATS
 from hf_quant.kernels.codes import expand_scale
 from hf_quant.scheme import LinearScheme, TensorQuant
@@ -43,17 +44,6 @@ _MINIMA = (
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # kvalues_iq4nl of ggml-common.h
 
 
-class Codes(NamedTuple):
-    """The codes of a weight [N, K], its scales [N, K / size] in their true dtype, and zero points of the same shape.
-
-    Codes are uint8 for packed formats, else int8.
-    """
-
-    codes: Tensor
-    scale: Tensor
-    zero_point: Tensor | None = None
-
-
 class Type(NamedTuple):
     """A type of GGUF that is read: the geometry of its blocks, and the format that holds it."""
 
@@ -63,31 +53,33 @@ class Type(NamedTuple):
     decode: Callable[[Tensor], Codes]  # of blocks [N, blocks, nbytes] uint8
 
 
-def unpack(known: Type, rows: Tensor, K: int) -> PackedWeight:
-    """Return the weight [N, K] of rows of blocks of a type, uint8 [N, bytes]. Raises Inexpressible."""
-    parts = [_unpack(known, part, K) for part in rows.split(_rows_at_a_time(K))]
-    zero_points = [part.zero_point for part in parts if part.zero_point is not None]
-    qdata, scale = torch.cat([part.qdata for part in parts]), torch.cat([part.scale for part in parts])
-    return PackedWeight(qdata, scale, torch.cat(zero_points) if zero_points else None, None)
+def unpack(known: Type, rows: Tensor, K: int, quant: TensorQuant | None = None) -> PackedWeight:
+    """Return the weight [..., N, K] of rows of blocks of a type, uint8 [..., N, bytes]. Raises Inexpressible.
+
+    `quant` is a `common_quant` of the type's own and others; None: the type's own.
+    """
+    parts = [_unpack(known, part, K, quant or known.quant) for part in rows.flatten(0, -2).split(_rows_at_a_time(K))]
+    return joined(parts, lambda tensors: torch.cat(tensors).unflatten(0, rows.shape[:-1]))
 
 
 def _rows_at_a_time(K: int) -> int:
     return max(_CHUNK // K, 1)
 
 
-def _unpack(known: Type, rows: Tensor, K: int) -> PackedWeight:
-    codes, scale, zero_point = known.decode(rows.view(rows.shape[0], -1, known.nbytes))
-    format = FORMATS[known.quant.format]
+def _unpack(known: Type, rows: Tensor, K: int, quant: TensorQuant) -> PackedWeight:
+    blocks = rows.view(rows.shape[0], -1, known.nbytes)
+    codes, scale, zero_point = converted(known.decode(blocks), known.quant, quant)
+    format = FORMATS[quant.format]
     zero = 0 if codes.dtype == torch.int8 else 2 ** (format.bits - 1)
 
     def expanded(values: Tensor) -> Tensor:
-        return expand_scale(values, len(codes), K, known.quant.columns_per_scale(K)).expand_as(codes)
+        return expand_scale(values, len(codes), K, quant.columns_per_scale(K)).expand_as(codes)
 
-    if known.quant.format != "mxfp4" and bool((empty := scale == 0).any()):
+    if quant.format != "mxfp4" and bool((empty := scale == 0).any()):
         # All weights of the group are 0, or its minimum: so they are with codes of 0 and any scale; ours are never 0.
-        filler = zero if zero_point is None else 0 if known.quant.has_float_zeros else expanded(zero_point)
+        filler = zero if zero_point is None else 0 if quant.has_float_zeros else expanded(zero_point)
         codes = torch.where(expanded(empty), filler, codes)
-        scale = torch.where(empty, unused_scale(scale.dtype) if known.quant.has_float_zeros else 1.0, scale)
+        scale = torch.where(empty, unused_scale(scale.dtype) if quant.has_float_zeros else 1.0, scale)
     if codes.dtype == torch.int8 and bool((negative := scale < 0).any()):  # which int8 has not
         negative = expanded(negative)
         if bool((codes[negative] == -128).any()):
@@ -268,16 +260,17 @@ def type_for(scheme: LinearScheme, K: int) -> str:
     return kind
 
 
-def pack(kind: str, packed: PackedWeight, quant: TensorQuant, K: int) -> Tensor:
+def pack(kind: str, packed: PackedWeight, quant: TensorQuant, K: int, chosen: Tensor | None = None) -> Tensor:
     """Return a weight [N, K] as rows of blocks, uint8 [N, bytes], of the type that `type_for` gives.
 
-    Raises Inexpressible if a scale, or a zero point times it, is no number of that type.
+    `chosen` are the numbers of the rows to return; None: all. Raises Inexpressible if a scale, or a zero point times
+    it, is no number of that type.
     """
-    N, count = packed.qdata.shape[0], _rows_at_a_time(K)
+    N = packed.qdata.shape[0]
     parts: list[Tensor] = []
-    for first in range(0, N, count):
+    for numbers in (torch.arange(N) if chosen is None else chosen).split(_rows_at_a_time(K)):
 
-        def rows(stored: Tensor, at: slice = slice(first, first + count)) -> Tensor:
+        def rows(stored: Tensor, at: Tensor = numbers) -> Tensor:
             return stored[at] if len(stored) == N else stored  # of one scale for all rows
 
         zero_point = None if packed.zero_point is None else rows(packed.zero_point)

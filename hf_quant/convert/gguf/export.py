@@ -1,7 +1,7 @@
 """Write GGUF files, which llama.cpp and Ollama run: hf_quant's codes and scales in blocks, equal to the bit."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,12 +17,15 @@ from hf_quant.cards import CARD, Export, Measurements, converted_card
 from hf_quant.cards.base import check_hub_id
 from hf_quant.cards.measurements import as_measurements
 from hf_quant.checkpoint import check_values, find_config, stored_weights
+from hf_quant.convert.compressed_tensors.experts import split_rows
 from hf_quant.convert.compressed_tensors.schemes import Inexpressible
+from hf_quant.convert.experts import expert_rules, match_expert
 from hf_quant.convert.files import TensorFiles, empty_model, staged
 from hf_quant.convert.gguf.architectures import FACTORS, Architecture, architecture_of, factors, hyperparameters
 from hf_quant.convert.gguf.blocks import pack, type_for
 from hf_quant.convert.gguf.card import copy_licences, origin_fields
 from hf_quant.convert.gguf.files import PLAIN
+from hf_quant.convert.gguf.layouts import Layout
 from hf_quant.convert.gguf.package import gguf_package
 from hf_quant.convert.gguf.vocabulary import vocabulary
 from hf_quant.convert.source import Source, source_of
@@ -66,7 +69,7 @@ def export_gguf(
 
     The groups of int4 and int8 are of 32, 64, 96, 128, ... weights, or rows; their scales must be fp16 numbers, which
     those of 8 bits (the default of int4) and of bf16 are, unless they are tiny. Inputs must not be rotated. Models of
-    llama, mistral, qwen2, qwen3, gemma3 and phi3 are written, with their tokenizers.
+    llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe, gemma3 and phi3 are written, with their tokenizers.
 
     Args:
         model: a quantized model of transformers, or the directory of its checkpoint, or its name on the Hub. In memory
@@ -158,31 +161,25 @@ def _plan(found: Source, files: TensorFiles) -> _Plan:
     model = empty_model(found.path)
     architecture = architecture_of(model.config)
     values = hyperparameters(architecture, model.config)
-    names = architecture.names(model, model.config.num_hidden_layers)
+    layouts = architecture.layouts(model)
     metadata = {f"{architecture.name}.{key}": value for key, value in values.items()}
     plan = _Plan(architecture, metadata | vocabulary(found.path, model.config.vocab_size))
     tied, rename = tied_modules(model), renamer(model)
     check_names(model, files.tensors, prepare_from_checkpoint(model, config, files.tensors, rename, tied))
-    entries: dict[str, _Entry] = {}
+    entries: dict[str, list[_Entry]] = {}
     refused: dict[str, str] = {}
-    for name, entry in _quantized(model, files, architecture, names, rename):
-        if isinstance(entry, str):
-            refused[name] = entry
+    for name, found_entries in _quantized(model, files, layouts, rename):
+        if isinstance(found_entries, str):
+            refused[name] = found_entries
         else:
-            entries[name] = entry
+            entries[name] = found_entries
     _refuse(refused)
-    for key, info in files.tensors.items():
-        name = rename(key)
-        if name in names and name not in entries and 0 not in info.shape:
-            kind = _NAMES.get(info.dtype, "") if len(info.shape) > 1 else "F32"
-            if kind == "":
-                raise ValueError(f"{key} is {info}; needs one of {', '.join(PLAIN)}")
-            read = partial(_plain, files, key, architecture, name, model.config)
-            entries[name] = _Entry(names[name], kind, info.shape, read)
-    missing = [name for name in names if name not in entries and name.removesuffix(".weight") not in tied]
+    for name, numbers in _numbers(files, model, layouts.keys() - entries.keys(), rename).items():
+        entries[name] = list(_plain_entries(numbers, layouts[name]))
+    missing = [name for name in layouts if name not in entries and name.removesuffix(".weight") not in tied]
     if missing:
         raise ValueError(f"it lacks {missing[0]}; is a shard missing?")
-    plan.entries = [entries[name] for name in names if name in entries]
+    plan.entries = [entry for name in layouts for entry in entries.get(name, ())]
     divisors = factors(model.config)
     if divisors is not None:
         plan.entries.append(_Entry(FACTORS, "F32", tuple(divisors.shape), lambda: divisors))
@@ -191,36 +188,42 @@ def _plan(found: Source, files: TensorFiles) -> _Plan:
 
 
 def _quantized(
-    model: "PreTrainedModel",
-    files: TensorFiles,
-    architecture: Architecture,
-    names: dict[str, str],
-    rename: Callable[[str], str],
-) -> Iterator[tuple[str, _Entry | str]]:
-    """Yield (parameter, its entry, or the reason why it has none) of quantized weights."""
+    model: "PreTrainedModel", files: TensorFiles, layouts: dict[str, Layout], rename: Callable[[str], str]
+) -> Iterator[tuple[str, list[_Entry] | str]]:
+    """Yield (parameter, its entries, or the reason why it has none) of quantized weights."""
     modules = dict(model.named_modules())
     for stored in stored_weights(files.tensors):
         name = rename(f"{stored.module}.{stored.weight}")
         module = modules.get(name.removesuffix(f".{stored.weight}"))
-        if not isinstance(module, QuantizedModule) or name not in names:
+        if not isinstance(module, QuantizedModule) or name not in layouts:
             raise ValueError(f"it holds codes for {stored.module}, which {type(model).__name__} does not have")
-        N, K = module.matrix_shape(stored.weight)
+        *experts, N, K = module.matrix_shape(stored.weight)
         try:
             kind = type_for(module.scheme, K)
         except Inexpressible as reason:
             yield name, str(reason)
             continue
-        order = architecture.order(name, model.config, N)
-        read = partial(_blocks, files, stored.module, module, stored.weight, kind, order)
-        yield name, _Entry(names[name], kind, (N, K), read)
+        layout = layouts[name]
+        yield (
+            name,
+            [
+                _Entry(
+                    own,
+                    kind,
+                    (*experts, N // len(layout.parts), K),
+                    partial(_blocks, files, stored.module, module, stored.weight, kind, layout.rows(part, N)),
+                )
+                for part, own in enumerate(layout.parts)
+            ],
+        )
 
 
 def _blocks(
-    files: TensorFiles, prefix: str, module: QuantizedModule, weight: str, kind: str, order: Tensor | None
+    files: TensorFiles, prefix: str, module: QuantizedModule, weight: str, kind: str, chosen: Tensor
 ) -> Tensor:
-    """Read a quantized weight as rows of blocks. Raises Inexpressible."""
+    """Read rows of a quantized weight, or of each expert of one, as rows of blocks. Raises Inexpressible."""
     parameters: dict[str, Tensor | None] = {}
-    quant = module.scheme.weight
+    quant, (*experts, _, K) = module.scheme.weight, module.matrix_shape(weight)
     for part in STORED_NAMES:
         key = packed_key(part, weight)
         full = f"{prefix}.{key}"
@@ -228,18 +231,69 @@ def _blocks(
             parameters[key] = stored = files.read(full)
             check_values(stored, key, quant, full)
     packed: PackedWeight = module.typed(weight, parameters)
-    rows = pack(kind, packed, quant, module.matrix_shape(weight)[-1])
-    return rows if order is None else rows[order]
+    if not experts:
+        return pack(kind, packed, quant, K, chosen)
+    matrices = (split_rows(packed, expert, 0, 1) for expert in range(experts[0]))
+    return torch.stack([pack(kind, matrix, quant, K, chosen) for matrix in matrices])
 
 
-def _plain(files: TensorFiles, key: str, architecture: Architecture, name: str, config: Any) -> Tensor:
-    """Read a tensor that is not quantized; vectors in fp32."""
-    values = files.read(key)
-    values = values.float() if values.dim() == 1 else values
-    if architecture.shifts(name):
-        values = values + architecture.offset
-    order = architecture.order(name, config, values.shape[0])
-    return values if order is None else values[order]
+class _Numbers(NamedTuple):
+    """A parameter that is not quantized."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+
+def _numbers(
+    files: TensorFiles, model: "PreTrainedModel", names: Set[str], rename: Callable[[str], str]
+) -> dict[str, _Numbers]:
+    """Return {name of a parameter: its numbers}; transformers saves each expert for itself if it is not quantized.
+
+    Raises ValueError if a tensor has another dtype, or an expert is missing.
+    """
+    found: dict[str, _Numbers] = {}
+    rules = expert_rules(model)
+    experts: dict[str, dict[tuple[int, int], str]] = {}
+    for key, info in files.tensors.items():
+        name, place = rename(key), match_expert(rules, key.removesuffix(".weight"))
+        fused = None if name in names or place is None else rename(place[0])
+        if 0 in info.shape or (name not in names and fused not in names):
+            continue
+        if info.dtype not in _NAMES:
+            raise ValueError(f"{key} is {info}; needs one of {', '.join(PLAIN)}")
+        if fused is None:
+            found[name] = _Numbers(info.dtype, info.shape, partial(files.read, key))
+        elif place is not None:
+            experts.setdefault(fused, {})[place[1:]] = key
+    for name, keys in experts.items():
+        shape = tuple(model.get_parameter(name).shape)
+        count, parts = shape[0], max(part for _, part in keys) + 1
+        if set(keys) != {(e, p) for e in range(count) for p in range(parts)}:
+            raise ValueError(f"it holds {len(keys)} of the {count * parts} layers of {name}; is a shard missing?")
+        rows = [[keys[e, p] for p in range(parts)] for e in range(count)]
+        found[name] = _Numbers(files.tensors[rows[0][0]].dtype, shape, partial(_fused, files, rows))
+    return found
+
+
+def _fused(files: TensorFiles, rows: list[list[str]]) -> Tensor:
+    """Read the layers of each expert as one tensor [E, N, K]."""
+    return torch.stack([torch.cat([files.read(key) for key in row]) for row in rows])
+
+
+def _plain_entries(numbers: _Numbers, layout: Layout) -> Iterator[_Entry]:
+    """Yield the entries of a parameter that is not quantized; vectors and routers are in fp32."""
+    shape = layout.shape_of_part(numbers.shape)
+    shape = shape[1:] if len(shape) == 2 and shape[0] == 1 else shape  # llama.cpp drops a 1
+    for part, own in enumerate(layout.parts):
+        is_fp32 = len(shape) == 1 or own.endswith(".bias") or "_gate_inp" in own
+        kind = "F32" if is_fp32 else _NAMES[numbers.dtype]
+        yield _Entry(own, kind, shape, partial(_part, numbers, layout, part, PLAIN[kind]))
+
+
+def _part(numbers: _Numbers, layout: Layout, part: int, dtype: torch.dtype) -> Tensor:
+    """Read a part of a parameter in a dtype in which it is exact."""
+    return layout.split(numbers.read().to(dtype), part)
 
 
 def _write(plan: _Plan, path: Path, where: str) -> None:

@@ -1,5 +1,6 @@
 """Read GGUF files: metadata, and tensors under the names of transformers."""
 
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from hf_quant.checkpoint import TensorInfo, one_line, shorten
 from hf_quant.convert.files import TensorFiles
+from hf_quant.convert.gguf.layouts import Layout
 from hf_quant.convert.gguf.package import gguf_package
 
 
@@ -79,43 +81,49 @@ class Gguf:
 class GgufTensors(TensorFiles):
     """The tensors of a GGUF file under the names of transformers, as if they were in files of 5 GB.
 
-    Rows are in transformers' order, norms without their offset. Quantized tensors are rows of blocks.
+    Values are as transformers has them. What is in blocks is read part by part.
     """
 
-    def __init__(
-        self, file: Gguf, names: dict[str, str], orders: dict[str, Tensor], offsets: dict[str, float]
-    ) -> None:
-        """Arguments: {name in transformers: name in the file}, its order of rows, and what is subtracted from it."""
-        self._file, self._names, self._orders, self._offsets = file, names, orders, offsets
+    def __init__(self, file: Gguf, layouts: dict[str, Layout], shapes: dict[str, tuple[int, ...]]) -> None:
+        """Arguments: {name in transformers: its layout in the file}, and its shape there."""
+        self._file, self.layouts = file, layouts
         self.tensors = {}
         shards: list[dict[str, TensorInfo]] = []
         size = _SHARD
-        for name, own in names.items():
-            data = file.tensors[own].data
-            dtype = PLAIN.get(file.kind(own), torch.uint8)
-            shape = file.shape(own) if file.kind(own) in PLAIN else tuple(data.shape)
-            self.tensors[name] = TensorInfo(dtype, shape)
-            if size + data.nbytes > _SHARD:
+        for name, layout in layouts.items():
+            nbytes = sum(file.tensors[own].data.nbytes for own in layout.parts)
+            self.tensors[name] = TensorInfo(self._dtype(name), shapes[name])
+            if size + nbytes > _SHARD:
                 shards.append({})
                 size = 0
             shards[-1][name] = self.tensors[name]
-            size += data.nbytes
+            size += nbytes
         self.files = {file.path.with_name(f"{file.path.name}-{i}"): shard for i, shard in enumerate(shards)}
 
     def __exit__(self, *exception: object) -> None:
         """Nothing is open."""
 
-    def order(self, name: str, values: Tensor) -> Tensor:
-        """Return rows of the file in transformers' order."""
-        order = self._orders.get(name)
-        return values if order is None else values[order.argsort()]
+    def kinds(self, name: str) -> tuple[str, ...]:
+        """Return the types of the parts of a parameter."""
+        return tuple(self._file.kind(own) for own in self.layouts[name].parts)
+
+    def _dtype(self, name: str) -> torch.dtype:
+        """Return the dtype in which all parts are exact; uint8 if there are blocks."""
+        dtypes = [PLAIN.get(kind) for kind in self.kinds(name)]
+        known = [dtype for dtype in dtypes if dtype is not None]
+        return reduce(torch.promote_types, known) if len(known) == len(dtypes) else torch.uint8
+
+    def blocks(self, name: str, part: int) -> Tensor:
+        """Read a part as it is in the file: numbers, or blocks as uint8 [..., bytes of a row]."""
+        return self._file.read(self.layouts[name].parts[part])
 
     def read(self, name: str) -> Tensor:
-        """Read one tensor to the CPU."""
-        found = self.order(name, self._file.read(self._names[name]))
-        offset = self._offsets.get(name)
-        return found if offset is None else found - offset
+        """Read a parameter that is not in blocks to the CPU."""
+        info, layout = self.tensors[name], self.layouts[name]
+        parts = [self._file.read(own).to(info.dtype) for own in layout.parts]
+        return layout.values(parts).view(info.shape)
 
     def decode(self, name: str) -> Tensor:
-        """Return the values of a tensor of any type in fp32. Raises ValueError if the package cannot decode it."""
-        return self.order(name, self._file.decode(self._names[name]))
+        """Return the matrices of any types in fp32. Raises ValueError if the package cannot decode them."""
+        layout = self.layouts[name]
+        return layout.join([self._file.decode(own) for own in layout.parts])

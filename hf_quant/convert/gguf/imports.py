@@ -1,8 +1,9 @@
 """Make checkpoints of hf_quant from GGUF files, the files of llama.cpp and Ollama."""
 
+from collections import Counter
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import transformers
@@ -21,11 +22,12 @@ from hf_quant.convert.foreign import Foreign, ForeignWeight, write_foreign
 from hf_quant.convert.gguf.architectures import ARCHITECTURES, FACTORS, Architecture, complete_
 from hf_quant.convert.gguf.blocks import OTHERWISE, TYPES, Type, unpack
 from hf_quant.convert.gguf.card import copy_licences, original_card
+from hf_quant.convert.gguf.codes import common_quant, joined
 from hf_quant.convert.gguf.files import PLAIN, Gguf, GgufTensors
 from hf_quant.convert.gguf.vocabulary import save_tokenizer
 from hf_quant.convert.hosts import empty_host
 from hf_quant.resolve import entry_fields, resolve_scheme
-from hf_quant.scheme import LinearScheme
+from hf_quant.scheme import LinearScheme, TensorQuant
 
 
 if TYPE_CHECKING:
@@ -75,9 +77,9 @@ def import_gguf(
         try:
             file = Gguf(path)
             found = _architecture(file)
-            names, plain = _prepare(file, found, made)
+            plain = _prepare(file, found, made)
             host = empty_host(made, {}, {})
-            foreign = _weights(file, plain, names, host.model, fields)
+            foreign = _weights(plain, host.model, fields)
         except ValueError as error:
             raise ValueError(f"{where} cannot be imported: {one_line(error)}") from None
         foreign.notes.extend(save_tokenizer(file, made))
@@ -113,40 +115,38 @@ def _download(source: str | Path, revision: str | None, token: str | bool | None
 
 
 def _architecture(file: Gguf) -> Architecture:
-    for found in ARCHITECTURES:
-        if found.name == file.architecture:
-            return found
-    known = ", ".join(found.name for found in ARCHITECTURES)
-    raise ValueError(f"it is a {file.architecture} model; readable: {known}")
+    has_experts = bool(file.value(f"{file.architecture}.expert_count"))
+    found = [known for known in ARCHITECTURES if known.name == file.architecture]
+    if not found:
+        known = ", ".join(dict.fromkeys(known.name for known in ARCHITECTURES))
+        raise ValueError(f"it is a {file.architecture} model; readable: {known}")
+    return next((known for known in found if known.has_experts == has_experts), found[0])
 
 
-def _prepare(file: Gguf, found: Architecture, made: Path) -> tuple[dict[str, str], GgufTensors]:
-    """Write the config, and return {name in transformers: name in the file} and the file's tensors by these names."""
+def _prepare(file: Gguf, found: Architecture, made: Path) -> GgufTensors:
+    """Write the config, and return the file's tensors by their names in transformers."""
     config = _config(file, found)
     _write_config(made, config)
     model = empty_model(made)
-    tied = model.all_tied_weights_keys or {}
-    names = {name: own for name, own in found.names(model, config.num_hidden_layers).items() if own in file.tensors}
-    missing = [name for name in model.state_dict() if name not in names and name not in tied]
+    tied, shapes = model.all_tied_weights_keys or {}, {n: tuple(t.shape) for n, t in model.state_dict().items()}
+    layouts = {n: layout for n, layout in found.layouts(model).items() if file.tensors.keys() >= set(layout.parts)}
+    missing = [name for name in shapes if name not in layouts and name not in tied]
     if missing:
         raise ValueError(f"it lacks {len(missing)} tensors of a {type(model).__name__}, {missing[0]} among them")
-    unknown = sorted(file.tensors.keys() - set(names.values()) - {FACTORS})
+    unknown = sorted(file.tensors.keys() - {own for layout in layouts.values() for own in layout.parts} - {FACTORS})
     if unknown:
         raise ValueError(f"it holds {first_few(unknown)}, which {type(model).__name__} of transformers does not have")
-    for name, own in names.items():
-        shape, needed = file.shape(own), tuple(model.state_dict()[name].shape)
-        if shape != needed:
-            raise ValueError(f"{own} is {list(shape)}; {type(model).__name__} needs {list(needed)} by its metadata")
-    orders = {
-        name: order
-        for name, own in names.items()
-        if (order := found.order(name, config, file.shape(own)[0])) is not None
-    }
-    offsets = dict.fromkeys(filter(found.shifts, names), found.offset)
-    plain = GgufTensors(file, names, orders, offsets)
-    config.dtype = _dtype(file, names, plain)
+    for name, layout in layouts.items():
+        needed = layout.shape_of_part(shapes[name])
+        for own in layout.parts:
+            shape = file.shape(own)
+            if shape != needed and (file.kind(own) not in PLAIN or (1, *shape) != needed):  # llama.cpp drops a 1
+                wanted = f"{type(model).__name__} needs {list(needed)} by its metadata"
+                raise ValueError(f"{own} is {list(shape)}; {wanted}")
+    plain = GgufTensors(file, layouts, shapes)
+    config.dtype = _dtype(plain)
     _write_config(made, config)
-    return names, plain
+    return plain
 
 
 def _write_config(made: Path, config: Any) -> None:
@@ -161,6 +161,8 @@ def _config(file: Gguf, found: Architecture) -> Any:
         config = transformers.AutoConfig.from_pretrained(file.path.parent, gguf_file=file.path.name)
     except Exception as error:  # noqa: BLE001  (the host has a different one for each field that cannot be)
         raise ValueError(f"transformers cannot read its metadata: {type(error).__name__}: {one_line(error)}") from None
+    if config.model_type in found.read_as:
+        config = _converted(config, found.model_types[0])
     if config.model_type not in found.model_types:
         raise ValueError(f"transformers makes a {config.model_type} model of a {found.name} file")
     divisors = file.read(FACTORS) if FACTORS in file.tensors else None
@@ -169,54 +171,80 @@ def _config(file: Gguf, found: Architecture) -> Any:
     return config
 
 
-def _dtype(file: Gguf, names: dict[str, str], plain: GgufTensors) -> torch.dtype:
+def _converted(config: Any, model_type: str) -> Any:
+    """Return the config of another type with the values of the fields that both have."""
+    made = transformers.AutoConfig.for_model(model_type)
+    shared = made.to_dict().keys() - {"model_type", "architectures", "transformers_version"}
+    return transformers.AutoConfig.for_model(
+        model_type, **{name: value for name, value in config.to_dict().items() if name in shared}
+    )
+
+
+def _dtype(plain: GgufTensors) -> torch.dtype:
     """Return the dtype of 16 bits in which every number of the file that is not in blocks is exact, else fp32."""
     left = list(_HALVES)
-    for name, own in names.items():
-        if file.kind(own) in PLAIN:
+    for name, info in plain.tensors.items():
+        if info.dtype.is_floating_point:
             values = plain.read(name)
             left = [dtype for dtype in left if torch.equal(values.to(dtype).to(values.dtype), values)]
     return left[0] if left else torch.float32
 
 
-def _weights(
-    file: Gguf, plain: GgufTensors, names: dict[str, str], model: "PreTrainedModel", fields: dict[str, Any] | None
-) -> Foreign:
+class _Weight(NamedTuple):
+    """A weight in blocks: the types of its parts that have an exact form, and what those have that have none."""
+
+    name: str  # of the parameter
+    shape: tuple[int, ...]  # [..., N, K]
+    types: tuple[Type, ...]
+    refused: dict[str, str]  # {tensor of the file: reason}
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """The module, and the name of the weight in it."""
+        module, _, leaf = self.name.rpartition(".")
+        return module, leaf
+
+
+def _weights(plain: GgufTensors, model: "PreTrainedModel", fields: dict[str, Any] | None) -> Foreign:
     """Return the quantized weights. Raises ValueError with each type that has no exact form, if `fields` is None."""
+    modules: dict[str, list[_Weight]] = {}
+    for name, info in plain.tensors.items():
+        if not info.dtype.is_floating_point:
+            weight = _weight(plain, name)
+            modules.setdefault(weight.place[0], []).append(weight)
+    if not modules:
+        raise ValueError("none of its tensors is quantized: quantize it by from_pretrained(..., gguf_file=...)")
     weights: list[ForeignWeight] = []
     refused: dict[str, list[str]] = {}
-    larger: dict[str, int] = {}
-    for name, own in names.items():
-        kind = file.kind(own)
-        if kind in PLAIN:
-            continue
-        if len(file.shape(own)) != 2:
-            raise ValueError(f"{own} is {kind} of the shape {list(file.shape(own))}; only matrices are in blocks")
-        module, (N, K) = name.removesuffix(".weight"), file.shape(own)
-        known = _type_of(kind, plain, name, K)
-        if known is not None:
-            scheme = LinearScheme(known.quant)
-            if 8 * known.nbytes / known.size < _bits(scheme) - 0.1:
-                larger[kind] = larger.get(kind, 0) + 1
-            weights.append(ForeignWeight(module, scheme, (N, K), (name,), partial(_exact, plain, name, known, K)))
+    larger: Counter[str] = Counter()
+    for found in modules.values():
+        own = {tensor: reason for weight in found for tensor, reason in weight.refused.items()}
+        try:
+            quant = common_quant({known.quant for weight in found for known in weight.types}) if not own else None
+        except Inexpressible as reason:  # one module has one scheme
+            quant, own = None, dict.fromkeys((t for w in found for t in plain.layouts[w.name].parts), str(reason))
+        for tensor, reason in own.items():
+            refused.setdefault(reason, []).append(tensor)
+        if quant is not None:
+            scheme = LinearScheme(quant)
+            larger.update(kind for weight in found for kind in _larger(plain, weight, _bits(scheme)))
+            readers: list[Any] = [partial(_exact, plain, weight, quant) for weight in found]
         elif fields is not None:
             scheme, algorithm = resolve_scheme(fields, model.dtype)
             if scheme != LinearScheme(scheme.weight):
                 raise ValueError(f"requantize gives {scheme}; needs a scheme of weights alone, in their own basis")
-            weights.append(
-                ForeignWeight(module, scheme, (N, K), (name,), partial(_rounded, plain, name, scheme, algorithm))
-            )
-        if known is None:
-            reason = f"no format of hf_quant holds {kind} exactly, which has a grid of its own"
-            refused.setdefault(reason, []).append(own)
+            readers = [partial(_rounded, plain, weight.name, scheme, algorithm) for weight in found]
+        else:
+            continue
+        for weight, reader in zip(found, readers):
+            module, leaf = weight.place
+            weights.append(ForeignWeight(module, scheme, weight.shape, (weight.name,), reader, leaf))
     if refused and fields is None:
         reasons = "; ".join(f"{first_few(found, 2)}: {reason}" for reason, found in refused.items())
         raise ValueError(
             f"{reasons}. Nothing is rounded again unless you ask for it: requantize='int8' "
             "(--requantize int8) decodes these weights and quantizes them"
         )
-    if not weights and not refused:
-        raise ValueError("none of its tensors is quantized: quantize it by from_pretrained(..., gguf_file=...)")
     why = "no format of its bits holds them exactly"
     notes = [f"weights of {kind} take more bytes than in the file: {why} ({n})" for kind, n in larger.items()]
     notes += [f"weights were rounded again to {fields}: {why} ({len(found)})" for why, found in refused.items()]
@@ -228,27 +256,58 @@ def _weights(
     return Foreign(weights, set(), notes)
 
 
+def _weight(plain: GgufTensors, name: str) -> _Weight:
+    """Describe a weight in blocks. Raises ValueError if it is no matrix, or only a part of it is in blocks."""
+    layout, kinds, shape = plain.layouts[name], plain.kinds(name), plain.tensors[name].shape
+    shape = (*shape[:-2], shape[-1], shape[-2]) if layout.is_transposed else shape
+    if len(shape) < 2:
+        raise ValueError(f"{layout.parts[0]} is {kinds[0]} of the shape {list(shape)}; only matrices are in blocks")
+    types: list[Type] = []
+    refused: dict[str, str] = {}
+    for part, (own, kind) in enumerate(zip(layout.parts, kinds)):
+        if kind in PLAIN:
+            raise ValueError(
+                f"{own} is {kind}, but {', '.join(layout.parts)} are one weight in transformers: all or none in blocks"
+            )
+        known = _type_of(kind, plain.blocks(name, part) if kind in OTHERWISE else None, shape[-1])
+        if known is None:
+            refused[own] = f"no format of hf_quant holds {kind} exactly, which has a grid of its own"
+        else:
+            types.append(known)
+    return _Weight(name, shape, tuple(types), refused)
+
+
+def _larger(plain: GgufTensors, weight: _Weight, bits: float) -> list[str]:
+    """Return the types of parts that take more than in the file with `bits` for a weight."""
+    kinds = zip(plain.kinds(weight.name), weight.types)
+    return [kind for kind, known in kinds if 8 * known.nbytes / known.size < bits - 0.1]
+
+
 def _bits(scheme: LinearScheme) -> float:
     """Return the bits that a weight takes, with its share of the scales."""
     return 8 * sum(info.nbytes for info in expected_tensors(scheme, {"weight": (1, 256)}).values()) / 256
 
 
-def _type_of(kind: str, plain: GgufTensors, name: str, K: int) -> Type | None:
-    """Return the form of a tensor of a type, None if it has no exact one."""
-    if kind in OTHERWISE:  # it depends on the values
+def _type_of(kind: str, blocks: torch.Tensor | None, K: int) -> Type | None:
+    """Return the form of blocks of a type, None if it has no exact one. Blocks are given if it depends on values."""
+    if blocks is not None:
         try:
-            unpack(TYPES[kind], plain.read(name), K)
+            unpack(TYPES[kind], blocks, K)
         except Inexpressible:
             return OTHERWISE[kind]
     return TYPES.get(kind)
 
 
-def _exact(plain: GgufTensors, name: str, known: Type, K: int) -> PackedWeight:
-    """Read a weight whose type has an exact form."""
-    try:
-        return unpack(known, plain.read(name), K)
-    except Inexpressible as reason:
-        raise ValueError(f"{name}: {reason}") from None
+def _exact(plain: GgufTensors, weight: _Weight, quant: TensorQuant) -> PackedWeight:
+    """Read a weight whose types have an exact form."""
+    layout = plain.layouts[weight.name]
+    parts: list[PackedWeight] = []
+    for part, known in enumerate(weight.types):
+        try:
+            parts.append(unpack(known, plain.blocks(weight.name, part), weight.shape[-1], quant))
+        except Inexpressible as reason:
+            raise ValueError(f"{layout.parts[part]}: {reason}") from None
+    return joined(parts, layout.join)
 
 
 def _rounded(plain: GgufTensors, name: str, scheme: LinearScheme, algorithm: str | None) -> PackedWeight:
