@@ -50,7 +50,7 @@ def test_every_value_of_a_type_arrives(kind, rows_at_a_time, monkeypatch):
     assert not torch.equal(decoded(unpack(TYPES[kind], torch.from_numpy(other), K), TYPES[kind].quant), expected)
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "MXFP4", "Q4_K", "Q5_K", "Q6_K"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "MXFP4", "Q4_K", "Q5_K", "Q6_K", "TQ2_0"])
 def test_values_and_codes_come_back(kind):
     rows = random_rows(kind, N, K, 3)
     rows = multiples(rows) if kind == "Q4_1" else rows
@@ -61,7 +61,7 @@ def test_values_and_codes_come_back(kind):
     assert back.shape == rows.shape and np.array_equal(values_of(kind, back.numpy()), values_of(kind, rows))
     again = unpack(TYPES[kind], back, K)
     assert all(torch.equal(a, b) for a, b in zip(packed, again) if a is not None)
-    if kind in ("Q4_0", "Q4_1", "MXFP4"):  # of the others, negative scales have turned codes
+    if kind in ("Q4_0", "Q4_1", "MXFP4", "TQ2_0"):  # of the others, negative scales have turned codes
         assert np.array_equal(back.numpy(), rows)
 
 

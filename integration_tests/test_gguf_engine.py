@@ -134,7 +134,11 @@ def test_text_is_split_as_the_tokenizer_does(kind, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("number", "kind"), [(2, "Q4_0"), (7, "Q8_0"), (8, "Q5_0"), (18, "Q6_K"), (11, "Q3_K"), (30, "IQ4_XS")]
+    ("number", "kind"),
+    [
+        *((2, "Q4_0"), (7, "Q8_0"), (8, "Q5_0"), (18, "Q6_K"), (11, "Q3_K"), (30, "IQ4_XS")),
+        *((36, "TQ1_0"), (37, "TQ2_0")),
+    ],
 )
 def test_what_llama_cpp_has_quantized_arrives(number, kind, tmp_path):
     fields = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "tie_word_embeddings": False}

@@ -15,6 +15,7 @@ from hf_quant.cards import read_card
 from hf_quant.cli import main
 from hf_quant.convert.gguf import files as gguf_files
 from hf_quant.convert.gguf import imports
+from hf_quant.convert.gguf.files import Gguf
 from hf_quant.modules import QuantizedModule
 from integration_tests.support.foreign_checkpoints import load_all
 from integration_tests.support.gguf_files import llama_metadata, llama_tensors, write_gguf
@@ -87,6 +88,27 @@ def test_types_with_minima_arrive_and_go_back(tmp_path):
     export_gguf(tmp_path / "first", tmp_path / "back")
     import_checkpoint(tmp_path / "back", tmp_path / "second")
     first, second = load_all(tmp_path / "first"), load_all(tmp_path / "second")
+    assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_ternary_types_arrive_and_go_back(tmp_path):
+    kinds = {"*": "TQ2_0", "blk.0.attn_v": "TQ1_0", "output": "Q6_K", "token_embd": "Q4_K"}
+    path = write_gguf(tmp_path / "m.gguf", llama_metadata(), llama_tensors(kinds))
+    notes = import_checkpoint(path, tmp_path / "out")
+    wrong, count = differences(tmp_path / "out", host(path))
+    assert wrong == 0 and count > 0
+    assert [note.split(" take")[0] for note in notes if "take more" in note] == [
+        "weights of Q4_K",
+        "weights of TQ1_0",
+        "weights of Q6_K",
+    ]
+    export_gguf(tmp_path / "out", tmp_path / "back")
+    found = Gguf(next((tmp_path / "back").glob("*.gguf")))
+    before = Gguf(path)
+    for name in (f"blk.0.{part}.weight" for part in ("attn_q", "attn_v", "ffn_down")):
+        assert found.kind(name) == "TQ2_0" and torch.equal(found.decode(name), before.decode(name))
+    import_checkpoint(tmp_path / "back", tmp_path / "again")
+    first, second = load_all(tmp_path / "out"), load_all(tmp_path / "again")
     assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
 
 

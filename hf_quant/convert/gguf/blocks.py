@@ -18,6 +18,8 @@ https://github.com/ggml-org/llama.cpp/tree/master/ggml/src: ggml-common.h, `dequ
     Q6_K    256 codes of 6 bits; scales of 16: one fp16 number times 8-bit integers: int8 with fp32 scales
     IQ4_NL  32 indices of a table of 8-bit integers, one fp16 scale: int8
     IQ4_XS  256 of these; scales of 32: one fp16 number times 6-bit integers: int8 with fp32 scales
+    TQ2_0   256 codes of 2 bits, -1 to 2 times one fp16 scale: int2, which has -2 to 1, with the scale negated
+    TQ1_0   the same with -1, 0 and 1, five to a byte
 """
 
 from collections.abc import Callable
@@ -202,6 +204,22 @@ def _iq4_xs(blocks: Tensor) -> Codes:
     return Codes(codes.flatten(1), _products(blocks, 0, (low | high << 4).view(torch.int8) - 32))
 
 
+def _tq2_0(blocks: Tensor) -> Codes:
+    places = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
+    codes = (blocks[..., :64].unflatten(-1, (2, 1, 32)) >> places & 3).flatten(-3)
+    return Codes(3 - codes.flatten(1), -_half(blocks, 64))
+
+
+def _tq1_0(blocks: Tensor) -> Codes:
+    def digits(packed: Tensor, count: int) -> Tensor:
+        """Return the leading digits, in base 3, of fractions of 256."""
+        rest = packed[..., None, :] * torch.tensor([3**n for n in range(count)], dtype=torch.uint8)[:, None]  # wraps
+        return (rest.short() * 3 >> 8).to(torch.uint8).flatten(-2)
+
+    parts = [digits(blocks[..., :32], 5), digits(blocks[..., 32:48], 5), digits(blocks[..., 48:52], 4)]
+    return Codes(3 - torch.cat(parts, -1).flatten(1), -_half(blocks, 52))
+
+
 def _products(blocks: Tensor, at: int, factors: Tensor) -> Tensor:
     """Return the fp32 scales [N, blocks * factors]: an fp16 number of each block times its integers, exact in fp32."""
     return (_half(blocks, at).float()[..., None] * factors).flatten(1)
@@ -229,6 +247,8 @@ TYPES = {
     "Q6_K": Type(256, 210, _group("int8", 16, "float32"), _q6_k),
     "IQ4_NL": Type(32, 18, _group("int8", 32, "float16"), _iq4_nl),
     "IQ4_XS": Type(256, 136, _group("int8", 32, "float32"), _iq4_xs),
+    "TQ2_0": Type(256, 66, _group("int2", 256, "float16"), _tq2_0),
+    "TQ1_0": Type(256, 54, _group("int2", 256, "float16"), _tq1_0),
 }
 # What holds the blocks of a type whose values are not those of its quantization above.
 OTHERWISE = {"Q4_1": Type(32, 20, _with_minima("int4", 32, "float16"), _q4_1_with_minima)}
@@ -363,8 +383,15 @@ def _to_q6_k(codes: Tensor, packed: PackedWeight) -> Tensor:
     return torch.cat([pairs, fours, factors.view(torch.uint8), _halves(unit)], -1).view(N, -1)
 
 
-# Types of which a block of 256 weights has fp16 numbers and integers for its groups.
-_WRITTEN_IN_256 = {"Q4_K": _to_q4_k, "Q5_K": _to_q5_k, "Q6_K": _to_q6_k}
+def _to_tq2_0(codes: Tensor, packed: PackedWeight) -> Tensor:
+    fours = (3 - codes).view(-1, 2, 4, 32) << torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
+    return torch.cat(
+        [fours.sum(2, dtype=torch.uint8).flatten(1), _halves(-packed.scale.double().view(-1, 1))[:, 0]], -1
+    ).view(len(codes), -1)
+
+
+# Types with blocks of 256 weights.
+_WRITTEN_IN_256 = {"Q4_K": _to_q4_k, "Q5_K": _to_q5_k, "Q6_K": _to_q6_k, "TQ2_0": _to_tq2_0}
 
 
 def _factored(scale: Tensor, most: int) -> tuple[Tensor, Tensor]:

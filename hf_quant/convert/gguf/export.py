@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
 
 ENGINES = ("llama.cpp", "Ollama")
-_FILE_TYPES = {"Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q4_K": 14, "Q5_K": 16, "Q6_K": 18, "MXFP4": 38}  # gguf.LlamaFileType
+# By gguf.LlamaFileType.
+_FILE_TYPES = {"Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q4_K": 14, "Q5_K": 16, "Q6_K": 18, "TQ2_0": 37, "MXFP4": 38}
 _NAMES = {dtype: kind for kind, dtype in PLAIN.items()}
 _SHOWN = 10  # reasons in one error
 
@@ -65,7 +66,7 @@ def export_gguf(
         int8                   Q8_0
         mxfp4                  MXFP4
         not quantized          BF16, F16 or F32; vectors F32
-        imports of GGUF files  Q4_1, Q4_K, Q5_K and Q6_K as they were
+        imports of GGUF files  Q4_1, Q4_K, Q5_K, Q6_K and TQ2_0 as they were
 
     The groups of int4 and int8 are of 32, 64, 96, 128, ... weights, or rows; their scales must be fp16 numbers, which
     those of 8 bits (the default of int4) and of bf16 are, unless they are tiny. Inputs must not be rotated. Models of
