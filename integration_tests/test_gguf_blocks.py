@@ -9,7 +9,8 @@ import torch
 
 from hf_quant.algorithms import PackedWeight, quantize_matrix
 from hf_quant.convert.gguf import blocks
-from hf_quant.convert.gguf.blocks import OTHERWISE, TYPES, pack, type_for, unpack
+from hf_quant.convert.gguf.blocks import OTHERWISE, TYPES, unpack
+from hf_quant.convert.gguf.written import pack, type_for
 from hf_quant.kernels import dequantize
 from hf_quant.resolve import resolve_scheme
 from hf_quant.scheme import LinearScheme, TensorQuant

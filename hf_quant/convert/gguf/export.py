@@ -22,12 +22,12 @@ from hf_quant.convert.compressed_tensors.schemes import Inexpressible
 from hf_quant.convert.experts import expert_rules, match_expert
 from hf_quant.convert.files import TensorFiles, empty_model, staged
 from hf_quant.convert.gguf.architectures import FACTORS, Architecture, architecture_of, factors, hyperparameters
-from hf_quant.convert.gguf.blocks import pack, type_for
 from hf_quant.convert.gguf.card import copy_licences, origin_fields
 from hf_quant.convert.gguf.files import PLAIN
 from hf_quant.convert.gguf.layouts import Layout
 from hf_quant.convert.gguf.package import gguf_package
 from hf_quant.convert.gguf.vocabulary import vocabulary
+from hf_quant.convert.gguf.written import pack, type_for
 from hf_quant.convert.source import Source, source_of
 from hf_quant.integrations.loading import prepare_from_checkpoint
 from hf_quant.integrations.transformers.names import check_names, renamer, tied_modules
