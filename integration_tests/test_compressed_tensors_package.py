@@ -1,8 +1,11 @@
 """The package compressed-tensors, and transformers with it, read what `export_compressed_tensors` writes."""
 
+import json
+
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
@@ -243,3 +246,65 @@ def test_experts_that_transformers_cannot_load_are_mentioned(config, tmp_path):
     assert note.startswith("transformers 5.23 cannot load experts in int8 with quantized inputs, or in 16 bit")
     with pytest.raises(RuntimeError, match="automatic conversion of the weights"):  # else the note is out of date
         AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def asymmetric(path, source, strategy: str, format: str, dtype: torch.dtype, rounds_inputs: bool):
+    """Write a checkpoint of int8 weights with zero points, as the package compresses it; return decoded weights."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    weights = {"num_bits": 8, "type": "int", "symmetric": False, "strategy": strategy, "dynamic": False}
+    weights["group_size"] = 32 if strategy == "group" else None
+    dynamic = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": dynamic if rounds_inputs else None}
+    scheme, compressor = QuantizationScheme.model_validate(group), BaseCompressor.get_value_from_registry(format)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    tensors, decoded = {key: value.clone() for key, value in model.state_dict().items()}, {}
+    torch.manual_seed(0)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name != "lm_head":
+            N, K = module.weight.shape
+            shape = (N, K // 32 if strategy == "group" else 1)
+            state = {"weight": module.weight.detach(), "weight_scale": (torch.rand(shape) * 0.01 + 0.001).to(dtype)}
+            state["weight_zero_point"] = torch.randint(-128, 128, shape, dtype=torch.int8)
+            parts = compressor.compress(state, scheme)
+            decoded[name] = compressor.decompress(dict(parts), scheme)["weight"]
+            del tensors[f"{name}.weight"]
+            tensors |= {f"{name}.{key}": value.contiguous() for key, value in parts.items()}
+    path.mkdir()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    own = {"quant_method": "compressed-tensors", "format": format, "quantization_status": "compressed"}
+    own |= {"config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+    (path / "config.json").write_text(json.dumps({**config_of(source), "quantization_config": own}))
+    return decoded
+
+
+@pytest.mark.parametrize(
+    ("strategy", "format", "dtype", "rounds_inputs"),
+    [
+        ("group", "pack-quantized", torch.bfloat16, False),
+        ("channel", "pack-quantized", torch.float16, False),
+        ("channel", "int-quantized", torch.bfloat16, True),
+        ("group", "naive-quantized", torch.float16, False),
+        ("channel", "int-quantized", torch.float32, True),
+    ],
+)
+def test_zero_points_of_int8_arrive(strategy, format, dtype, rounds_inputs, tmp_path):
+    decoded = asymmetric(tmp_path / "in", make_llama(tmp_path / "model"), strategy, format, dtype, rounds_inputs)
+    notes = import_checkpoint(tmp_path / "in", tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    model.save_pretrained(tmp_path / "again")
+    first, second = load_all(tmp_path / "out"), load_all(tmp_path / "again")
+    codes = [key for key in first if "qdata" in key or "zero_point" in key or key.endswith("scale")]
+    assert len(codes) == 3 * len(decoded) and all(torch.equal(first[key], second[key]) for key in codes)
+    extent = "g32" if strategy == "group" else "row"
+    for name, meant in decoded.items():
+        module = model.get_submodule(name)
+        assert str(module.scheme.weight) == f"int8 {extent} floating-point zero points"
+        assert (module.scheme.activation is not None) == rounds_inputs
+        found = module.dequantize_weight("weight", torch.float32)
+        if dtype == torch.float32:  # rounded products of zero points and scales
+            torch.testing.assert_close(found, meant, rtol=0, atol=3e-7)
+        else:  # the package decodes in the dtype of scales
+            assert torch.equal(found.to(dtype), meant) and not torch.equal(found[1:].to(dtype), meant[:-1])
+    assert ("rounded to fp32" in str(notes)) == (dtype == torch.float32)

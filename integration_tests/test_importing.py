@@ -318,7 +318,13 @@ def test_patterns_class_names_and_older_configs(tmp_path):
         ("W8A8", "input_activations", {"num_bits": 4}, "its inputs are quantized to 4-bit int"),
         ("W8A8", "input_activations", {"strategy": "tensor"}, "its inputs share scales by strategy 'tensor'"),
         ("W8A8", "output_activations", {"num_bits": 8}, "its outputs are quantized"),
-        ("W8A16", "weights", {"symmetric": False}, "int8 has no zero point here"),
+        ("W8A16_FP8", "weights", {"symmetric": False}, "fp8_e4m3 has no zero point here"),
+        (
+            "W8A8",
+            "weights",
+            {"symmetric": False, "strategy": "tensor"},
+            "its zero points are shared by strategy 'tensor'; hf_quant has those of int8 by strategy 'channel' or",
+        ),
         ("W4A16", "weights", {"num_bits": 3}, "hf_quant has no 3-bit int weights stored as pack-quantized"),
         ("W4A16", "weights", {"actorder": "group"}, "its columns are reordered"),
         ("FP8_BLOCK", "weights", {"block_structure": [64, 64]}, "its blocks are .64, 64.; hf_quant has 128 x 128"),
@@ -358,6 +364,16 @@ def test_zero_points_of_older_releases_are_not_packed(tmp_path):
     import_checkpoint(path, tmp_path / "old")
     new, old = load_all(tmp_path / "new"), load_all(tmp_path / "old")
     assert new.keys() == old.keys() and [key for key in new if not torch.equal(new[key], old[key])] == []
+
+
+@pytest.mark.parametrize(("rows", "given"), [(0, "missing"), (63, r"\[63, 1\] int32")])
+def test_zero_points_of_int8_have_a_shape(rows, given, tmp_path):
+    path = exported(tmp_path, weights="W8A16")
+    change_group(path, "weights", symmetric=False)
+    names = [key.replace("scale", "zero_point") for key in load_all(path) if key.endswith("weight_scale")]
+    edit_tensors(path, **{name: torch.zeros(rows, 1, dtype=torch.int32) if rows else None for name in names})
+    with pytest.raises(ValueError, match=f"weight_zero_point is {given} beside .*; needs as many int8, or .* int32"):
+        import_checkpoint(path, tmp_path / "out")
 
 
 def test_compressed_tensors_that_cannot_be_imported(tmp_path):

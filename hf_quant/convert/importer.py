@@ -40,7 +40,7 @@ def import_checkpoint(
         awq                 4 bits, version "gemm"
         compressed-tensors  pack-quantized int4 and int8, int-quantized, float-quantized (channel, tensor, block),
                             naive-quantized fp8 and int8, nvfp4-pack-quantized and mxfp4-pack-quantized without
-                            quantized inputs
+                            quantized inputs; int4 and int8 symmetric or not
         bitsandbytes        NF4 and FP4 with plain and quantized scales, LLM.int8
         mxfp4               experts of gpt-oss
         fp8, fbgemm_fp8     float8_e4m3fn in blocks of 128 x 128, by rows or per tensor, inputs dynamic or static

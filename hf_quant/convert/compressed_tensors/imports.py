@@ -60,6 +60,9 @@ def read_compressed_tensors(files: TensorFiles, fields: dict[str, Any], dtype: t
     notes = ["the calibrated scales of the KV cache are left out: hf_quant computes one for every token"]
     if any(weight.scheme.activation and weight.scheme.weight.granularity == "block" for weight in weights):
         notes.append("inputs of fp8 blocks are quantized with one scale per token, not per 128 values")
+    quants = {weight.scheme.weight for weight in weights}
+    if any(quant.has_float_zeros and quant.scale_dtype == "float32" for quant in quants):
+        notes.append("products of zero points and fp32 scales are rounded to fp32: the last bits of weights differ")
     return Foreign(weights, cache, notes if cache or fields.get("kv_cache_scheme") else notes[1:])
 
 
@@ -105,19 +108,19 @@ def _weight(
         raise ValueError(f"{module}, stored as {format}, has {given}; hf_quant needs the matrix in its own order")
     try:
         scheme = scheme_of(group, format, found["weight_scale"].dtype)
-    except Inexpressible as reason:
+    except ValueError as reason:
         raise ValueError(f"{module}: {reason}") from None
     N, width = found[main].shape
     K = {PACKED: None, NVFP4: 2 * width, MXFP4: 2 * width}.get(format, width)
     if K is None:
         K = _columns(files, module, found, scheme)
-    _check_parts(module, found, format, scheme, N)
     expected = expected_tensors(scheme, {"weight": (N, K)})["scale"].shape
     if prod(found["weight_scale"].shape) != prod(expected):
         raise ValueError(
             f"{module}.weight_scale is {found['weight_scale']}; weights of [{N}, {K}] as {scheme.weight}, which its "
             f"group of config_groups says, need {list(expected)}"
         )
+    _check_parts(module, found, format, scheme, N)
     own = {name: files.tensors[f"{module}.{name}"] for name in _INPUT_PARTS if f"{module}.{name}" in files.tensors}
     if scheme.is_static:
         _check_input(module, own)
@@ -172,9 +175,10 @@ def _check_parts(module: str, found: dict[str, TensorInfo], format: str, scheme:
     if format == NVFP4 and (factor is None or prod(factor.shape) != 1 or not factor.dtype.is_floating_point):
         raise ValueError(f"{module}.weight_global_scale is {factor or 'missing'}; needs one number")
     if not scheme.weight.symmetric:
-        rows = -(-N // 8)
-        is_packed = (
-            zeros is not None and zeros.dtype == torch.int32 and len(zeros.shape) == 2 and zeros.shape[0] == rows
-        )
+        words = (-(-N * FORMATS[scheme.weight.format].bits // 32), prod(scale.shape) // N)
+        is_packed = format == PACKED and zeros is not None and (zeros.dtype, zeros.shape) == (torch.int32, words)
         if not is_packed and (zeros is None or zeros.dtype != torch.int8 or prod(zeros.shape) != prod(scale.shape)):
-            raise ValueError(f"{module}.weight_zero_point is {zeros or 'missing'} beside scales of {scale}")
+            needed = f"as many int8{f', or {list(words)} int32' if format == PACKED else ''}"
+            raise ValueError(
+                f"{module}.weight_zero_point is {zeros or 'missing'} beside scales of {scale}; needs {needed}"
+            )

@@ -139,9 +139,15 @@ def scheme_of(group: dict[str, Any], format: str, scale_dtype: torch.dtype) -> L
         granularity, scale = _GRANULARITIES.get(strategy), _name(scale_dtype)
     if name is None or granularity is None or (format in (INT, FLOAT, NAIVE) and name == "int4"):
         raise Inexpressible(f"hf_quant has no {bits}-bit {kind} weights stored as {format} with strategy {strategy!r}")
-    if not symmetric and name != "int4":
+    if not symmetric and name not in ("int4", "int8"):
         raise Inexpressible(f"{name} has no zero point here")
-    quant = TensorQuant(name, granularity, size, symmetric, scale)
+    zeros = "float32" if not symmetric and name == "int8" else "uint8"
+    if zeros == "float32" and granularity not in ("row", "group"):
+        raise Inexpressible(
+            f"its zero points are shared by strategy {strategy!r}; hf_quant has those of int8 by strategy 'channel' "
+            "or 'group' alone: quantize the model with one of these, or symmetric"
+        )
+    quant = TensorQuant(name, granularity, size, symmetric, scale, zero_point_dtype=zeros)
     return LinearScheme(quant, _activation(inputs))
 
 

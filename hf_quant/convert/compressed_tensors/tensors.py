@@ -2,7 +2,8 @@
 
 Layout: https://github.com/vllm-project/compressed-tensors/tree/main/src/compressed_tensors/compressors. Both sides
 pack low bits first along K, so int4 codes are equal word by word; int8 codes are offset by 128 and packed four to a
-word; zero points are packed along N.
+word; zero points are packed along N. Those of int8 become the fp32 values of code 0: -zero_point * scale, exact unless
+scales are fp32 numbers.
 """
 
 import math
@@ -13,6 +14,7 @@ from torch.nn.functional import pad
 
 from hf_quant.algorithms import PackedWeight
 from hf_quant.convert.compressed_tensors.schemes import MXFP4, NVFP4, PACKED, Inexpressible
+from hf_quant.convert.layers import float_zero_points
 from hf_quant.formats import FORMATS
 from hf_quant.kernels.codes import packed_words
 from hf_quant.scheme import TensorQuant
@@ -63,12 +65,6 @@ def from_compressed(
             qdata = pad(words, (0, packed_words(K, 4) - words.shape[1]))
         else:
             qdata = (words.contiguous().view(torch.uint8)[:, :K] ^ _SIGN).view(torch.int8)
-        if not quant.symmetric:
-            stored = tensors["weight_zero_point"]
-            if stored.dtype == torch.int8:  # release 0.8: signed, one to a byte; 0.9.4 packs them
-                zero_point = (stored.reshape(scale.shape) + 8).view(torch.uint8)
-            else:
-                zero_point = unpack_nibbles(stored.T, N).T
     elif format in (NVFP4, MXFP4):
         qdata = _words(pad(tensors["weight_packed"], (0, packed_words(K, 4) * 4 - K // 2)))
         if format == NVFP4:
@@ -79,8 +75,20 @@ def from_compressed(
         qdata = tensors["weight"]
     if scale.dim() < 2:
         scale = scale.reshape(-1, 1)
+    if not quant.symmetric:
+        zeros = _signed_zeros(tensors["weight_zero_point"], quant, scale.shape)
+        zero_point = float_zero_points(zeros, scale) if quant.has_float_zeros else (zeros + 8).view(torch.uint8)
     zero_point = None if zero_point is None else zero_point.contiguous()
     return PackedWeight(qdata.contiguous(), scale.contiguous(), zero_point, global_scale)
+
+
+def _signed_zeros(stored: Tensor, quant: TensorQuant, shape: torch.Size) -> Tensor:
+    """Return zero points int8 [N, groups]: stored as they are, or, in int32 words along N, offset as codes are."""
+    if stored.dtype == torch.int8:  # packed since 0.9.4, beside packed codes
+        return stored.reshape(shape)
+    if quant.format == "int4":
+        return unpack_nibbles(stored.T, shape[0]).T.view(torch.int8) - 8
+    return (stored.T.contiguous().view(torch.uint8)[:, : shape[0]] ^ _SIGN).T.contiguous().view(torch.int8)
 
 
 def with_global_scale(packed: PackedWeight, global_scale: float) -> PackedWeight:
