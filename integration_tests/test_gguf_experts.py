@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_quant import QuantizerConfig, export_gguf, import_checkpoint, quantize_
 from hf_quant.convert.gguf.codes import common_quant
@@ -38,13 +38,25 @@ def decoded(tensors, part):
     return torch.from_numpy(values_of(kind, blocks))
 
 
+def fused(experts, gate, up):
+    """Gate and up as transformers has them: of gpt-oss in turn, and transposed."""
+    if experts.is_transposed:
+        return torch.stack([gate, up], 2).flatten(1, 2).transpose(1, 2)
+    return torch.cat([gate, up], 1)
+
+
 def check_experts(model, tensors):
     experts = model.get_submodule(EXPERTS)
-    gate_up = torch.cat([decoded(tensors, "gate"), decoded(tensors, "up")], 1)
+    gate_up = fused(experts, decoded(tensors, "gate"), decoded(tensors, "up"))
     assert torch.equal(experts.dequantize_weight("gate_up_proj", torch.float32), gate_up)
-    assert torch.equal(experts.dequantize_weight("down_proj", torch.float32), decoded(tensors, "down"))
-    swapped = torch.cat([decoded(tensors, "up"), decoded(tensors, "gate")], 1)
-    assert not torch.equal(gate_up, swapped)
+    down = decoded(tensors, "down")
+    down = down.transpose(1, 2) if experts.is_transposed else down
+    assert torch.equal(experts.dequantize_weight("down_proj", torch.float32), down)
+    assert not torch.equal(gate_up, fused(experts, decoded(tensors, "up"), decoded(tensors, "gate")))
+    if "blk.0.ffn_up_exps.bias" in tensors:
+        gate, up, down = (torch.from_numpy(tensors[f"blk.0.ffn_{p}_exps.bias"][1]) for p in ("gate", "up", "down"))
+        assert torch.equal(experts.gate_up_proj_bias, torch.stack([gate, up], 2).flatten(1))
+        assert torch.equal(experts.down_proj_bias, down)
 
 
 MIXED = {"*": "Q4_K", "ffn_down_exps": "Q6_K", "output": "Q6_K"}
@@ -58,11 +70,12 @@ def test_every_expert_arrives_fused(name, kinds, tmp_path):
     model = loaded(tmp_path / "out")
     check_experts(model, moe_tensors(name, kinds))
     layer = model.model.layers[0].mlp
-    assert torch.equal(layer.gate.weight, torch.from_numpy(moe_tensors(name, kinds)["blk.0.ffn_gate_inp.weight"][1]))
+    router = layer.router if name == "gpt-oss" else layer.gate
+    assert torch.equal(router.weight, torch.from_numpy(moe_tensors(name, kinds)["blk.0.ffn_gate_inp.weight"][1]))
     if kinds == MIXED:
         assert any(note.startswith("weights of Q4_K take more bytes than in the file") for note in notes)
         assert str(layer.experts.scheme.weight) == "int8 g16 floating-point zero points"
-    if name == "llama":  # transformers reads no such file: llama.cpp does, in test_gguf_engine.py
+    if name in ("llama", "gpt-oss"):  # transformers reads no such files: llama.cpp does, in test_gguf_engine.py
         return
     config = model.config
     del config.quantization_config
@@ -120,7 +133,7 @@ def test_blocks_of_experts_go_back(name, tmp_path):
     assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen2moe", "qwen3moe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2moe", "qwen3moe", "gpt-oss"])
 @pytest.mark.parametrize("config", [QuantizerConfig("int4"), QuantizerConfig("mxfp4")], ids=str)
 def test_codes_of_experts_are_the_same_there_and_back(name, config, tmp_path):
     model = make_model(name).to(torch.bfloat16)
@@ -192,6 +205,9 @@ def test_types_without_a_common_form_are_refused_or_rounded_together(tmp_path):
         ("qwen3moe", {"norm_topk_prob": False}, "its norm_topk_prob is False"),
         ("qwen3moe", {"mlp_only_layers": [1]}, "it has layers without experts"),
         ("qwen2moe", {"decoder_sparse_step": 2}, "it has layers without experts"),
+        ("gpt-oss", {"layer_types": ["full_attention"] * 2}, "its layer_types are not sliding_attention and"),
+        ("gpt-oss", {"swiglu_limit": 5.0}, "its swiglu_alpha and swiglu_limit are not"),
+        ("gpt-oss", {"attention_bias": False}, "its attention has no biases"),
         ("qwen3moe", {"use_sliding_window": True, "sliding_window": 8}, "it attends to a window of tokens"),
     ],
 )
@@ -200,6 +216,23 @@ def test_experts_that_llama_cpp_computes_otherwise_are_refused(name, fields, mes
     quantize_(model, QuantizerConfig("int8", group_size=32, scale_dtype="float16"))
     with pytest.raises(ValueError, match=message):
         export_gguf(model, tmp_path / "out")
+
+
+def test_the_rotation_of_gpt_oss_is_the_original_one(tmp_path):
+    scaling = {"type": "yarn", "factor": 32.0, "original_context_length": 4096}
+    more = {f"rope.scaling.{key}": value for key, value in scaling.items()}
+    path = file_of(tmp_path, "gpt-oss", {"*": "MXFP4", "attn_q": "Q8_0"}, **more)
+    notes = import_checkpoint(path, tmp_path / "out")
+    assert any(note.startswith("llama.cpp rounds the bounds of yarn") for note in notes)
+    rope = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "rope_theta": 10000.0}
+    config = AutoConfig.from_pretrained(tmp_path / "out")
+    assert config.rope_parameters == {**rope, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    assert (config.sliding_window, config.num_local_experts, config.num_experts_per_tok) == (32, 4, 2)
+    metadata = moe_metadata("gpt-oss")
+    del metadata["gpt-oss.embedding_length"]
+    path = write_gguf(path, metadata, moe_tensors("gpt-oss", {"*": "MXFP4"}))
+    with pytest.raises(ValueError, match="its metadata lacks gpt-oss.embedding_length"):
+        import_checkpoint(path, tmp_path / "other")
 
 
 def test_one_quantization_is_its_own_common_form():

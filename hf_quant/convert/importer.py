@@ -51,7 +51,8 @@ def import_checkpoint(
         modelopt            FP8 and NVFP4
         bitnet              ternary weights with int8 inputs, packed or as they were trained
         GGUF                Q2_K to Q6_K, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, MXFP4, IQ4_NL, IQ4_XS, TQ1_0,
-                            TQ2_0; models of llama, mixtral, qwen2, qwen3 (both with experts, too), gemma3 and phi3
+                            TQ2_0; models of llama, mixtral, qwen2, qwen3 (both with experts, too), gpt-oss, gemma3 and
+                            phi3
 
     Other types of GGUF (IQ1 to IQ3) have no exact form here: they are refused, unless `requantize` says how to round
     them.

@@ -132,14 +132,16 @@ def llama_tensors(
     return found
 
 
-MOE = ("llama", "qwen2moe", "qwen3moe")
+MOE = ("llama", "qwen2moe", "qwen3moe", "gpt-oss")
 
 
 def moe_metadata(name: str, **more: Any) -> dict[str, Any]:
     """The metadata of a model of 64 tokens and 1 layer with 4 experts of 256 channels, of which a token has 2."""
     own = {key.removeprefix("llama."): value for key, value in llama_metadata().items() if key.startswith("llama.")}
     own |= {"expert_count": 4, "expert_used_count": 2}
-    if name != "llama":
+    if name == "gpt-oss":
+        own |= {"expert_feed_forward_length": 256, "attention.sliding_window": 32}
+    elif name != "llama":
         own |= {"feed_forward_length": 512, "expert_feed_forward_length": 256}
     if name == "qwen2moe":
         own["expert_shared_feed_forward_length"] = 512
@@ -167,6 +169,11 @@ def moe_tensors(name: str, kinds: dict[str, str]) -> dict[str, tuple[str, Any]]:
     if name == "qwen2moe":
         found["blk.0.ffn_gate_inp_shexp.weight"] = numbers(256)
         found |= {f"blk.0.attn_{p}.bias": numbers(256 if p == "q" else 128, scale=0.1) for p in "qkv"}
+    if name == "gpt-oss":
+        found["blk.0.post_attention_norm.weight"] = found.pop("blk.0.ffn_norm.weight")
+        found |= {f"blk.0.attn_{p}.bias": numbers(128 if p in "kv" else 256) for p in ("q", "k", "v", "output")}
+        found |= {f"blk.0.ffn_{p}_exps.bias": numbers(4, 256, scale=0.1) for p in ("gate", "up", "down")}
+        found |= {"blk.0.ffn_gate_inp.bias": numbers(4), "blk.0.attn_sinks.weight": numbers(4)}
     if name == "qwen3moe":
         found |= {f"blk.0.attn_{part}_norm.weight": ("F32", np.ones(64, np.float32)) for part in "qk"}
     return found

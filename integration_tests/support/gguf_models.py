@@ -1,6 +1,7 @@
 """Small models of every architecture that GGUF holds, and tokenizers of every kind."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ _SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hi
 _SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": None}
 _SIZES |= {"bos_token_id": 1, "eos_token_id": 2}
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+# With it the bound of yarn for heads of 32 channels is a whole number, to which llama.cpp rounds it.
+_WHOLE = math.exp(16 * math.log(64 / (2 * math.pi)) / 3.999999)
 _LLAMA31 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
 _LLAMA31 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
@@ -36,6 +39,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
     "qwen2moe": ("Qwen2MoeConfig", {**_EXPERTS, "shared_expert_intermediate_size": 96}),
     "qwen3moe": ("Qwen3MoeConfig", {**_EXPERTS, "norm_topk_prob": True, "head_dim": 32}),
+    "gpt-oss": (
+        "GptOssConfig",
+        {
+            **{"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "sliding_window": 16},
+            "rope_parameters": {**_YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "rope_theta": _WHOLE},
+        },
+    ),
     "gemma3": (
         "Gemma3TextConfig",
         {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 16, "num_hidden_layers": 6},

@@ -6,6 +6,7 @@ Names are those of the package gguf (`gguf.get_tensor_name_map`). What differs i
 - of llama, channels of queries and keys that are rotated together lie side by side; transformers has them half a head
   apart. Rows are put in another order, and with them their scales and codes.
 - of gemma3, norms hold 1 + weight.
+- of gpt-oss, transformers has experts transposed, and their gate and up in turn.
 """
 
 import math
@@ -29,8 +30,11 @@ _SUFFIXES = (".weight", ".bias")
 _EXPERTS = re.compile(r"(?P<prefix>.*\.experts)\.(?P<parts>gate_up|down)_proj(?P<bias>_bias)?")
 FACTORS = "rope_freqs.weight"  # divisors of the frequencies of rotation, by which llama.cpp knows the kind "llama3"
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_WINDOWS = ("gemma3", "gpt-oss")  # of tokens, to which some layers attend
 _UNSCALED = ("qwen2_moe",)  # the probabilities of the experts of a token are not scaled to the sum 1
 _PATTERN = 6  # of gemma3: each sixth layer attends to all tokens
+_YARN = {"beta_fast": 32.0, "beta_slow": 1.0}
+_SWIGLU = (1.702, 7.0)
 _LOCAL_THETA = 10000.0
 _LARGEST_GEMMA3 = 62  # layers of the model that scales queries by the width of a head other than its own
 
@@ -43,7 +47,8 @@ class Architecture(NamedTuple):
     pairs_are_neighbors: bool = False  # rows of queries and keys are in the order of rotated pairs
     offset: float = 0.0  # that norms hold beside their weight
     has_experts: bool = False  # in every layer
-    read_as: tuple[str, ...] = ()  # model types that transformers takes its files for, beside the true ones
+    alternates: bool = False  # transformers has rows of gate and up in turn, and matrices of experts transposed
+    is_read_by_host: bool = True  # transformers makes a config of its metadata
 
     def layouts(self, model: "PreTrainedModel") -> dict[str, Layout]:
         """Return {name of a parameter in transformers: its layout in a file}. Raises ValueError if one has none."""
@@ -62,8 +67,11 @@ class Architecture(NamedTuple):
             if None in own:
                 raise ValueError(f"{name} of this {type(model).__name__} has no name in files of {self.name}")
             order = self._order(name, config, values.shape[0])
+            if self.alternates and len(names) > 1:
+                order = torch.arange(values.shape[-1]).view(-1, 2).T.flatten()
             offset = self.offset if name.endswith("norm.weight") else 0.0
-            found[name] = Layout(tuple(f"{part}{suffix}" for part in own), axis, order, offset)
+            is_transposed = self.alternates and experts is not None and values.dim() == 3
+            found[name] = Layout(tuple(f"{part}{suffix}" for part in own), axis, order, offset, is_transposed)
         return found
 
     def _order(self, name: str, config: "PreTrainedConfig", rows: int) -> Tensor | None:
@@ -77,11 +85,12 @@ class Architecture(NamedTuple):
 
 ARCHITECTURES = (
     Architecture("llama", ("llama", "mistral"), pairs_are_neighbors=True),
-    Architecture("llama", ("mixtral",), pairs_are_neighbors=True, has_experts=True, read_as=("llama", "mistral")),
+    Architecture("llama", ("mixtral",), pairs_are_neighbors=True, has_experts=True, is_read_by_host=False),
     Architecture("qwen2", ("qwen2",)),
     Architecture("qwen2moe", ("qwen2_moe",), has_experts=True),
     Architecture("qwen3", ("qwen3",)),
     Architecture("qwen3moe", ("qwen3_moe",), has_experts=True),
+    Architecture("gpt-oss", ("gpt_oss",), has_experts=True, alternates=True, is_read_by_host=False),
     Architecture("gemma3", ("gemma3_text",), offset=1.0),
     Architecture("phi3", ("phi3",)),
 )
@@ -124,11 +133,17 @@ def hyperparameters(found: Architecture, config: Any) -> dict[str, Any]:
         values["rope.scaling.type"], values["rope.scaling.factor"] = rope["rope_type"], float(rope["factor"])
         if rope["rope_type"] == "yarn":
             values["rope.scaling.original_context_length"] = _original_length(rope, config)
-    if found.name == "gemma3":
+    if found.name in _WINDOWS:
         values["attention.sliding_window"] = config.sliding_window
     if found.has_experts:
-        values |= {key: getattr(config, name) for key, name in _EXPERT_FIELDS.items() if hasattr(config, name)}
+        values |= {key: getattr(config, name) for key, name in _expert_fields(config).items()}
     return values
+
+
+def _expert_fields(config: Any) -> dict[str, str]:
+    """Return {key in GGUF: field of the config} of numbers and sizes of experts."""
+    own = {"expert_feed_forward_length": "intermediate_size"} if config.model_type == "gpt_oss" else {}
+    return {key: name for key, name in {**_EXPERT_FIELDS, **own}.items() if hasattr(config, name)}
 
 
 def factors(config: Any) -> Tensor | None:
@@ -168,10 +183,12 @@ def _differences(found: Architecture, config: Any) -> Iterator[str]:
     kind = rope.get("rope_type", "default")
     is_qwen = found.name.startswith("qwen")
     allowed = ("default", "linear", "yarn", "llama3") if found.name == "llama" or is_qwen else ("default",)
-    allowed = ("default", "linear") if found.name == "gemma3" else allowed
+    allowed = {"gemma3": ("default", "linear"), "gpt-oss": ("default", "yarn")}.get(found.name, allowed)
     if kind not in allowed:
         yield f"its rotation is of the kind {kind!r}; here: {', '.join(allowed)}"
     own = {"factor", "rope_theta", "rope_type", "original_max_position_embeddings", "partial_rotary_factor", "type"}
+    own |= {name for name, value in _YARN.items() if rope.get(name) == value}
+    own |= {"truncate"} if found.name == "gpt-oss" else set()  # see rounds_bounds
     more = {name for name in rope.keys() - own if rope[name] is not None}
     if kind == "yarn" and more:
         yield f"its yarn rotation has {', '.join(sorted(more))}"
@@ -184,6 +201,8 @@ def _differences(found: Architecture, config: Any) -> Iterator[str]:
         yield "it attends to a window of tokens"
     if found.has_experts:
         yield from _differences_of_experts(config)
+    if found.name == "gpt-oss":
+        yield from _differences_of_gpt_oss(config)
     if found.name == "gemma3":
         yield from _differences_of_gemma3(config)
 
@@ -194,6 +213,27 @@ def _differences_of_experts(config: Any) -> Iterator[str]:
     scales = getattr(config, "norm_topk_prob", True)
     if scales == (config.model_type in _UNSCALED):
         yield f"its norm_topk_prob is {scales}"
+
+
+def _differences_of_gpt_oss(config: Any) -> Iterator[str]:
+    layers = range(config.num_hidden_layers)
+    if list(config.layer_types) != ["full_attention" if i % 2 else "sliding_attention" for i in layers]:
+        yield "its layer_types are not sliding_attention and full_attention in turn"
+    if not config.sliding_window:
+        yield "it has no sliding_window"
+    if (config.swiglu_alpha, config.swiglu_limit) != _SWIGLU:
+        yield f"its swiglu_alpha and swiglu_limit are not {_SWIGLU}"
+    if not config.attention_bias:
+        yield "its attention has no biases"
+
+
+def rounds_bounds(config: Any) -> bool:
+    """Return True if llama.cpp rounds the bounds between which yarn interpolates frequencies, but the model does not.
+
+    The models of OpenAI do not: llama.cpp computes the frequencies between them otherwise by some per cent.
+    """
+    rope = _rope(config)
+    return rope.get("rope_type") == "yarn" and rope.get("truncate") is False
 
 
 def _differences_of_gemma3(config: Any) -> Iterator[str]:
@@ -234,7 +274,38 @@ _KNOWN = {
     *("rope.freq_base", "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor"),
     *("rope.scaling.original_context_length", "rope.scaling.finetuned"),
 }
+_FIELDS = {
+    "max_position_embeddings": "context_length",
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+}
+_TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding"}
 _BIASES = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_gate.bias"}
+
+
+def config_fields(found: Architecture, metadata: dict[str, Any], tensors: Container[str]) -> dict[str, Any]:
+    """Return the fields of a config that `complete_` does not set, for files that transformers does not read.
+
+    Raises ValueError if the metadata lacks one.
+    """
+    keys = {name: f"{found.name}.{key}" for name, key in _FIELDS.items()}
+    lost = next((key for key in keys.values() if key not in metadata), None)
+    if lost is not None:
+        raise ValueError(f"its metadata lacks {lost}")
+    fields = {name: metadata[key] for name, key in keys.items()}
+    theta = metadata.get(f"{found.name}.rope.freq_base", 10000.0)  # llama.cpp's default
+    tokens = metadata.get("tokenizer.ggml.tokens", ())
+    return {
+        **fields,
+        "vocab_size": metadata.get(f"{found.name}.vocab_size") or len(tokens),
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+        "tie_word_embeddings": "output.weight" not in tensors,
+        **{f"{name}_token_id": metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in _TOKENS.items()},
+    }
 
 
 def complete_(
@@ -253,7 +324,7 @@ def complete_(
         if isinstance(number, int) and number >= config.vocab_size:
             setattr(config, name, None)
     own = {key.removeprefix(f"{found.name}."): v for key, v in metadata.items() if key.startswith(f"{found.name}.")}
-    window = {"attention.sliding_window"} if found.name in ("gemma3", "phi3") else set()
+    window = {"attention.sliding_window"} if found.name in ("phi3", *_WINDOWS) else set()
     unknown = sorted(own.keys() - _KNOWN - window - (_EXPERT_FIELDS.keys() if found.has_experts else set()))
     if unknown:
         raise ValueError(f"it is a {found.name} model with {', '.join(unknown[:5])}, which is not read here")
@@ -275,6 +346,8 @@ def complete_(
         rope["rope_type"], rope["factor"] = kind, own["rope.scaling.factor"]
         if kind == "yarn":
             rope["original_max_position_embeddings"] = own["rope.scaling.original_context_length"]
+        if found.name == "gpt-oss":
+            rope |= {**_YARN, "truncate": False}  # as all models of OpenAI, which files do not tell
     elif kind != "none":
         raise ValueError(f"its rotation is of the kind {kind!r}; readable: linear, yarn")
     if divisors is not None:
@@ -294,12 +367,11 @@ def _complete_experts_(config: Any, own: dict[str, Any]) -> None:
     defaults = {"expert_shared_feed_forward_length": length}
     if isinstance(length, int) and isinstance(used, int) and used > 0:
         defaults["expert_feed_forward_length"] = length // used
-    for key, name in _EXPERT_FIELDS.items():
-        if hasattr(config, name):
-            value = own.get(key) or defaults.get(key)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"its metadata has {value!r} for {key}; needs a whole number from 1")
-            setattr(config, name, value)
+    for key, name in _expert_fields(config).items():
+        value = own.get(key) or defaults.get(key)
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"its metadata has {value!r} for {key}; needs a whole number from 1")
+        setattr(config, name, value)
     if config.num_experts_per_tok > config.num_experts:
         raise ValueError(f"its metadata has {used} for expert_used_count; there are {config.num_experts} experts")
     if hasattr(config, "norm_topk_prob"):

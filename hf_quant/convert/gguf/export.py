@@ -21,7 +21,14 @@ from hf_quant.convert.compressed_tensors.experts import split_rows
 from hf_quant.convert.compressed_tensors.schemes import Inexpressible
 from hf_quant.convert.experts import expert_rules, match_expert
 from hf_quant.convert.files import TensorFiles, empty_model, staged
-from hf_quant.convert.gguf.architectures import FACTORS, Architecture, architecture_of, factors, hyperparameters
+from hf_quant.convert.gguf.architectures import (
+    FACTORS,
+    Architecture,
+    architecture_of,
+    factors,
+    hyperparameters,
+    rounds_bounds,
+)
 from hf_quant.convert.gguf.card import copy_licences, origin_fields
 from hf_quant.convert.gguf.files import PLAIN
 from hf_quant.convert.gguf.layouts import Layout
@@ -70,7 +77,8 @@ def export_gguf(
 
     The groups of int4 and int8 are of 32, 64, 96, 128, ... weights, or rows; their scales must be fp16 numbers, which
     those of 8 bits (the default of int4) and of bf16 are, unless they are tiny. Inputs must not be rotated. Models of
-    llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe, gemma3 and phi3 are written, with their tokenizers.
+    llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe, gpt_oss, gemma3 and phi3 are written, with their
+    tokenizers.
 
     Args:
         model: a quantized model of transformers, or the directory of its checkpoint, or its name on the Hub. In memory
@@ -358,6 +366,8 @@ def _notes(config: "QuantizerConfig", plan: _Plan, model: "PreTrainedModel") -> 
     schemes = {module.scheme for module in model.modules() if isinstance(module, QuantizedModule)}
     if any(scheme.activation is not None or scheme.cpu_activation is not None for scheme in schemes):
         yield "the scheme of inputs is left out: on CPUs llama.cpp quantizes inputs to 8 bits by its own rule"
+    if rounds_bounds(model.config):
+        yield "llama.cpp rounds the bounds of yarn, which this model does not: frequencies between them differ"
     window = getattr(model.config, "sliding_window", None)
     if plan.architecture.name in ("llama", "phi3") and window:
         yield f"llama.cpp attends to all tokens; this model attends to {window}, which differs in longer texts"

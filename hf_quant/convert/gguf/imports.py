@@ -19,7 +19,14 @@ from hf_quant.checkpoint import expected_tensors, local_path, one_line, workspac
 from hf_quant.convert.compressed_tensors.schemes import Inexpressible
 from hf_quant.convert.files import PICKLES, check_out, empty_model, read_config, staged, write_config
 from hf_quant.convert.foreign import Foreign, ForeignWeight, write_foreign
-from hf_quant.convert.gguf.architectures import ARCHITECTURES, FACTORS, Architecture, complete_
+from hf_quant.convert.gguf.architectures import (
+    ARCHITECTURES,
+    FACTORS,
+    Architecture,
+    complete_,
+    config_fields,
+    rounds_bounds,
+)
 from hf_quant.convert.gguf.blocks import OTHERWISE, TYPES, Type, unpack
 from hf_quant.convert.gguf.card import copy_licences, original_card
 from hf_quant.convert.gguf.codes import common_quant, joined
@@ -156,28 +163,21 @@ def _write_config(made: Path, config: Any) -> None:
 
 
 def _config(file: Gguf, found: Architecture) -> Any:
-    """Return the config that transformers makes of the metadata, completed."""
+    """Return the config that transformers makes of the metadata, or of fields that it does not read, completed."""
+    fields = {} if found.is_read_by_host else config_fields(found, file.values(""), file.tensors)
     try:
-        config = transformers.AutoConfig.from_pretrained(file.path.parent, gguf_file=file.path.name)
+        if found.is_read_by_host:
+            config = transformers.AutoConfig.from_pretrained(file.path.parent, gguf_file=file.path.name)
+        else:
+            config = transformers.AutoConfig.for_model(found.model_types[0], **fields)
     except Exception as error:  # noqa: BLE001  (the host has a different one for each field that cannot be)
         raise ValueError(f"transformers cannot read its metadata: {type(error).__name__}: {one_line(error)}") from None
-    if config.model_type in found.read_as:
-        config = _converted(config, found.model_types[0])
     if config.model_type not in found.model_types:
         raise ValueError(f"transformers makes a {config.model_type} model of a {found.name} file")
     divisors = file.read(FACTORS) if FACTORS in file.tensors else None
     complete_(config, found, file.values(f"{found.name}."), file.tensors, divisors)
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     return config
-
-
-def _converted(config: Any, model_type: str) -> Any:
-    """Return the config of another type with the values of the fields that both have."""
-    made = transformers.AutoConfig.for_model(model_type)
-    shared = made.to_dict().keys() - {"model_type", "architectures", "transformers_version"}
-    return transformers.AutoConfig.for_model(
-        model_type, **{name: value for name, value in config.to_dict().items() if name in shared}
-    )
 
 
 def _dtype(plain: GgufTensors) -> torch.dtype:
@@ -248,6 +248,8 @@ def _weights(plain: GgufTensors, model: "PreTrainedModel", fields: dict[str, Any
     why = "no format of its bits holds them exactly"
     notes = [f"weights of {kind} take more bytes than in the file: {why} ({n})" for kind, n in larger.items()]
     notes += [f"weights were rounded again to {fields}: {why} ({len(found)})" for why, found in refused.items()]
+    if rounds_bounds(model.config):
+        notes.append("llama.cpp rounds the bounds of yarn, and the original does not: frequencies between them differ")
     if model.dtype == torch.float32:
         notes.append(
             "the model's dtype is float32, in which all of the file's numbers are exact: dtype= of "
