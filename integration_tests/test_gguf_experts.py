@@ -115,9 +115,13 @@ def test_a_new_process_reads_and_saves_the_same_bytes(tmp_path):
     assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
 
 
+SAME = {"*": "Q4_0", "ffn_gate_exps": "Q4_K", "ffn_up_exps": "Q4_K", "ffn_down_exps": "Q4_K", "output": "Q6_K"}
+SEVERAL = {"*": "Q4_0", "ffn_gate_exps": "Q5_K", "ffn_up_exps": "Q4_K", "ffn_down_exps": "Q6_K", "output": "Q6_K"}
+
+
+@pytest.mark.parametrize("kinds", [SAME, MIXED, SEVERAL], ids=str)
 @pytest.mark.parametrize("name", MOE)
-def test_blocks_of_experts_go_back(name, tmp_path):
-    kinds = {"*": "Q4_0", "ffn_gate_exps": "Q4_K", "ffn_up_exps": "Q4_K", "ffn_down_exps": "Q4_K", "output": "Q6_K"}
+def test_blocks_of_experts_go_back(name, kinds, tmp_path):
     path = file_of(tmp_path, name, kinds)
     import_checkpoint(path, tmp_path / "in")
     export_gguf(tmp_path / "in", tmp_path / "out")
@@ -131,6 +135,13 @@ def test_blocks_of_experts_go_back(name, tmp_path):
     import_checkpoint(tmp_path / "out", tmp_path / "back")
     first, second = stored(tmp_path / "in"), stored(tmp_path / "back")
     assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_experts_of_types_that_are_not_written_are_refused(tmp_path):
+    path = file_of(tmp_path, "qwen3moe", {"*": "Q8_0", "ffn_gate_exps": "Q4_K", "ffn_down_exps": "Q3_K"})
+    import_checkpoint(path, tmp_path / "in")
+    with pytest.raises(ValueError, match="gate_up_proj: .* an import of Q4_K, Q5_K, Q6_K has them only"):
+        export_gguf(tmp_path / "in", tmp_path / "out")
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2moe", "qwen3moe", "gpt-oss"])

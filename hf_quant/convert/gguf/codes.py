@@ -64,7 +64,7 @@ def converted(found: Codes, own: TensorQuant, quant: TensorQuant) -> Codes:
     if quant.format != own.format:
         codes, zero = codes.view(torch.int8) - zero, 0
     if not quant.symmetric and zeros is None:
-        zeros = -zero * scale
+        zeros = -zero * scale + 0.0  # 0 without a sign
     return Codes(codes, scale, zeros)
 
 

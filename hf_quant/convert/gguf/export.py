@@ -207,28 +207,20 @@ def _quantized(
         if not isinstance(module, QuantizedModule) or name not in layouts:
             raise ValueError(f"it holds codes for {stored.module}, which {type(model).__name__} does not have")
         *experts, N, K = module.matrix_shape(stored.weight)
+        layout, entries = layouts[name], list[_Entry]()
         try:
-            kind = type_for(module.scheme, K)
+            for part, own in enumerate(layout.parts):
+                read = partial(_blocks, files, stored.module, module, stored.weight, layout.rows(part, N))
+                kind = type_for(module.scheme, K, read)
+                entries.append(_Entry(own, kind, (*experts, N // len(layout.parts), K), partial(read, kind)))
         except Inexpressible as reason:
             yield name, str(reason)
-            continue
-        layout = layouts[name]
-        yield (
-            name,
-            [
-                _Entry(
-                    own,
-                    kind,
-                    (*experts, N // len(layout.parts), K),
-                    partial(_blocks, files, stored.module, module, stored.weight, kind, layout.rows(part, N)),
-                )
-                for part, own in enumerate(layout.parts)
-            ],
-        )
+        else:
+            yield name, entries
 
 
 def _blocks(
-    files: TensorFiles, prefix: str, module: QuantizedModule, weight: str, kind: str, chosen: Tensor
+    files: TensorFiles, prefix: str, module: QuantizedModule, weight: str, chosen: Tensor, kind: str
 ) -> Tensor:
     """Read rows of a quantized weight, or of each expert of one, as rows of blocks. Raises Inexpressible."""
     parameters: dict[str, Tensor | None] = {}

@@ -1,11 +1,15 @@
 """Write weights as blocks of GGUF's types, see `blocks`: no value is rounded."""
 
+import contextlib
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from hf_quant.algorithms import PackedWeight
 from hf_quant.convert.compressed_tensors.schemes import Inexpressible
 from hf_quant.convert.gguf.blocks import OTHERWISE, TYPES, _rows_at_a_time, _viewed
+from hf_quant.convert.gguf.codes import common_quant
 from hf_quant.formats import FORMATS
 from hf_quant.scheme import LinearScheme, TensorQuant
 
@@ -18,9 +22,19 @@ _MINIMA = (
 )
 
 
-def type_for(scheme: LinearScheme, K: int) -> str:
-    """Return the type that holds weights [N, K] of a scheme, if their scales fit it. Raises Inexpressible."""
+def type_for(scheme: LinearScheme, K: int, blocks: Callable[[str], Tensor] | None = None) -> str:
+    """Return the type that holds weights [N, K] of a scheme, if their scales fit it. Raises Inexpressible.
+
+    `blocks` makes blocks of a type of the weights, or raises Inexpressible: it tells types apart that one quantization
+    holds, see `common_quant`.
+    """
     quant = scheme.weight
+    if scheme == LinearScheme(_COMMON) and blocks is not None and K % 256 == 0:
+        for kind in _IN_COMMON:
+            with contextlib.suppress(Inexpressible):
+                blocks(kind)
+                return kind
+        raise Inexpressible(f"{quant} are written as an import of {', '.join(_IN_COMMON)} has them only")
     if scheme.input_transform is not None:
         raise Inexpressible(
             'its input is rotated, which llama.cpp does not compute: quantize with input_transform="none"'
@@ -66,7 +80,7 @@ def pack(kind: str, packed: PackedWeight, quant: TensorQuant, K: int, chosen: Te
 def _pack(kind: str, packed: PackedWeight, quant: TensorQuant, K: int) -> Tensor:
     codes = FORMATS[quant.format].unpack(packed.qdata, K)
     if kind in _WRITTEN_IN_256:
-        return _WRITTEN_IN_256[kind](codes, packed)
+        return _WRITTEN_IN_256[kind](*_own(codes, packed, quant, TYPES[kind].quant))
     N, scale = codes.shape[0], packed.scale
     codes = codes.reshape(N, K // BLOCK, BLOCK)
 
@@ -93,6 +107,29 @@ def _halves(exact: Tensor, reason: str = _SCALES) -> Tensor:
     if not torch.equal(stored.double(), exact):
         raise Inexpressible(reason)
     return _viewed(stored, torch.uint8).view(*exact.shape, 2)
+
+
+def _own(codes: Tensor, packed: PackedWeight, quant: TensorQuant, own: TensorQuant) -> tuple[Tensor, PackedWeight]:
+    """Return codes [N, K] and their weight in a type's own quantization, from that or from _COMMON.
+
+    Raises Inexpressible if it is a weight of another type.
+    """
+    if quant == own:
+        return codes, packed
+    assert packed.zero_point is not None and own.group_size is not None and quant.group_size is not None
+    others = "its weights are those of another type"
+    zeros, times = packed.zero_point, own.group_size // quant.group_size
+    groups = [values.unflatten(1, (-1, times)) for values in (packed.scale, zeros)]
+    if any(bool((values != values[..., :1]).any()) for values in groups) or (own.symmetric and bool(zeros.any())):
+        raise Inexpressible(others)
+    scale, zero_point = (values[..., 0] for values in groups)
+    if own.format == "int4":  # codes of a block that were turned
+        turn = torch.where((codes.unflatten(1, (-1, 256)) < 0).any(-1), -1, 1).to(torch.int8)
+        codes = (codes * turn.repeat_interleave(256, 1)).view(torch.uint8)
+        if bool((codes > 15).any()):
+            raise Inexpressible(others)
+        scale = scale * turn.repeat_interleave(256 // own.group_size, 1)
+    return codes, PackedWeight(packed.qdata, scale, None if own.symmetric else zero_point, None)
 
 
 def _to_q4_k(codes: Tensor, packed: PackedWeight) -> Tensor:
@@ -155,7 +192,15 @@ def _to_tq2_0(codes: Tensor, packed: PackedWeight) -> Tensor:
 
 
 # Types with blocks of 256 weights.
-_WRITTEN_IN_256 = {"Q4_K": _to_q4_k, "Q5_K": _to_q5_k, "Q6_K": _to_q6_k, "TQ2_0": _to_tq2_0}
+_WRITTEN_IN_256: dict[str, Callable[[Tensor, PackedWeight], Tensor]] = {
+    "Q4_K": _to_q4_k,
+    "Q5_K": _to_q5_k,
+    "Q6_K": _to_q6_k,
+    "TQ2_0": _to_tq2_0,
+}
+# What one module has if its weights are of several of these types, as experts are in files of Q4_K_M.
+_IN_COMMON = ("Q4_K", "Q5_K", "Q6_K")
+_COMMON = common_quant({TYPES[kind].quant for kind in _IN_COMMON})
 
 
 def _factored(scale: Tensor, most: int) -> tuple[Tensor, Tensor]:
