@@ -177,6 +177,7 @@ def _plain(tensors, part):
     [
         (lambda t: t.pop("blk.0.ffn_up_exps.weight"), {}, "it lacks 1 tensors of .*mlp.experts.gate_up_proj among"),
         (lambda t: _cut(t, "gate", 128), {}, r"ffn_gate_exps.weight is \[4, 128, 256\]; .* needs \[4, 256, 256\]"),
+        (lambda t: _plain(t, "down"), {}, "ffn_down_exps.weight is F16, but .*gate_up_proj is in blocks: the w"),
         (lambda t: _plain(t, "up"), {}, "ffn_up_exps.weight is F16, but .* are one weight in transformers: all or"),
         (lambda t: None, {"expert_count": 8}, r"ffn_gate_exps.weight is \[4, 256, 256\]; .* needs \[8, 256, 256"),
         (lambda t: None, {"expert_used_count": "two"}, "expected int, got str .value: 'two'"),

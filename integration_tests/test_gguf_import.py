@@ -179,6 +179,10 @@ def _without(name):
     return lambda metadata, tensors: tensors.pop(name)
 
 
+def _lacking(key):
+    return lambda metadata, tensors: metadata.pop(key)
+
+
 def _with(**changes):
     return lambda metadata, tensors: metadata.update({key.replace("__", "."): value for key, value in changes.items()})
 
@@ -190,6 +194,9 @@ def _with(**changes):
         (_with(general__architecture="falcon"), "it is a falcon model; readable: llama, qwen2, qwen2moe, qwen3"),
         (_with(llama__expert_group_count=8), "a llama model with expert_group_count, which is not read here"),
         (_with(llama__expert_count=8), "its metadata has None for expert_used_count; needs a whole number from 1"),
+        (_with(llama__rope__scaling__type="yarn"), "lacks rope.scaling.factor, rope.scaling.original_context_length"),
+        (_with(llama__attention__key_length="x"), "has 'x' for attention.key_length; needs a whole number"),
+        (_lacking("llama.attention.head_count"), "its metadata lacks attention.head_count"),
         (_with(llama__attention__value_length=32), "its keys have 64 channels, its values 32"),
         (_with(llama__rope__dimension_count=32), "it rotates 32 of the 64 channels of a head"),
         (_with(llama__rope__scaling__type="longrope"), "of the kind 'longrope'; readable: linear, yarn"),

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_quant.checkpoint import shorten
 from hf_quant.convert.gguf.layouts import Layout
 from hf_quant.convert.gguf.package import gguf_package
 
@@ -284,6 +285,8 @@ _FIELDS = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
 }
 _TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding"}
+_REAL = ("attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.scaling.factor")
+_TEXT = ("rope.scaling.type",)
 _BIASES = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_gate.bias"}
 
 
@@ -328,6 +331,7 @@ def complete_(
     unknown = sorted(own.keys() - _KNOWN - window - (_EXPERT_FIELDS.keys() if found.has_experts else set()))
     if unknown:
         raise ValueError(f"it is a {found.name} model with {', '.join(unknown[:5])}, which is not read here")
+    _check_values(own)
     if found.has_experts:
         _complete_experts_(config, own)
     D = own.get("attention.key_length") or own["embedding_length"] // own["attention.head_count"]
@@ -359,6 +363,22 @@ def complete_(
     reason = next(_differences(found, config), None)
     if reason is not None:
         raise ValueError(f"transformers makes a model of it of which llama.cpp computes another one: {reason}")
+
+
+def _check_values(own: dict[str, Any]) -> None:
+    """Raise ValueError if metadata lacks a value that others need, or has one of another kind."""
+    needed = {"embedding_length", "attention.head_count"}
+    kind = own.get("rope.scaling.type")
+    needed |= {"rope.scaling.factor"} if kind in ("linear", "yarn") else set()
+    needed |= {"rope.scaling.original_context_length"} if kind == "yarn" else set()
+    lost = sorted(needed - own.keys())
+    if lost:
+        raise ValueError(f"its metadata lacks {', '.join(lost)}")
+    for key, value in own.items():
+        wanted = (int, float) if key in _REAL else str if key in _TEXT else int
+        if not isinstance(value, wanted) or (key in needed and not value):
+            noun = "text" if key in _TEXT else "a number" if key in _REAL else "a whole number"
+            raise ValueError(f"its metadata has {shorten(repr(value))} for {key}; needs {noun}")
 
 
 def _complete_experts_(config: Any, own: dict[str, Any]) -> None:

@@ -217,7 +217,8 @@ def _weights(plain: GgufTensors, model: "PreTrainedModel", fields: dict[str, Any
     weights: list[ForeignWeight] = []
     refused: dict[str, list[str]] = {}
     larger: Counter[str] = Counter()
-    for found in modules.values():
+    for module, found in modules.items():
+        _check_siblings(plain, module, found)
         own = {tensor: reason for weight in found for tensor, reason in weight.refused.items()}
         try:
             quant = common_quant({known.quant for weight in found for known in weight.types}) if not own else None
@@ -256,6 +257,16 @@ def _weights(plain: GgufTensors, model: "PreTrainedModel", fields: dict[str, Any
             "from_pretrained takes another one"
         )
     return Foreign(weights, set(), notes)
+
+
+def _check_siblings(plain: GgufTensors, module: str, found: list[_Weight]) -> None:
+    """Raise ValueError if experts have a weight that is not in blocks beside the ones that are."""
+    for name, info in plain.tensors.items():
+        if len(info.shape) == 3 and info.dtype.is_floating_point and name.startswith(f"{module}."):
+            raise ValueError(
+                f"{plain.layouts[name].parts[0]} is {plain.kinds(name)[0]}, but {found[0].name} is in blocks: the "
+                "weights of one module of experts are all in blocks or none; quantize the file again with all of them"
+            )
 
 
 def _weight(plain: GgufTensors, name: str) -> _Weight:
