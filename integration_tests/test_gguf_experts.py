@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_quant import QuantizerConfig, export_gguf, import_checkpoint, quantize_
+from hf_quant import QuantizerConfig, dequantize_, export_gguf, import_checkpoint, quantize_
 from hf_quant.convert.gguf.codes import common_quant
 from hf_quant.convert.gguf.files import PLAIN, Gguf
 from hf_quant.modules import QuantizedModule
@@ -70,6 +70,10 @@ def test_every_expert_arrives_fused(name, kinds, tmp_path):
     model = loaded(tmp_path / "out")
     check_experts(model, moe_tensors(name, kinds))
     layer = model.model.layers[0].mlp
+    ids = torch.arange(1, 33)[None]
+    with torch.no_grad():
+        logits, expected = model(ids).logits, dequantize_(loaded(tmp_path / "out"))(ids).logits
+    assert (logits - expected).norm() < 1e-4 * expected.norm() and expected.std() > 0
     router = layer.router if name == "gpt-oss" else layer.gate
     assert torch.equal(router.weight, torch.from_numpy(moe_tensors(name, kinds)["blk.0.ffn_gate_inp.weight"][1]))
     if kinds == MIXED:
