@@ -167,3 +167,21 @@ def test_a_router_beside_matrices_of_experts_stays_in_16_bit():
     assert {entries[f"model.layers.0.{n}.router.layer"].reason for n in ("mlp", "self_attention.experts")} == {
         "MoE router"
     }
+
+
+def test_codes_of_a_weight_that_has_another_last_name_in_checkpoints(tmp_path):
+    config = transformers.Inkling2TextConfig(  # "weight_proj" of its checkpoints is "weight_proj.weight" in the model
+        **{**_LM, "num_hidden_layers": 2, "layer_types": ["hybrid_sliding", "hybrid"], "rel_extent": 16, "d_rel": 16},
+        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+        **{"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16},
+    )
+    model = quantize_(
+        transformers.Inkling2ForCausalLM(config).bfloat16(), QuantizerConfig("int8", modules={"*.weight_proj": "int8"})
+    )
+    assert "model.layers.1.self_attn.k_sconv.weight_proj.qdata" in states(model)
+    for path in (tmp_path / "first", tmp_path / "second"):
+        model.save_pretrained(path)
+        again, info = type(model).from_pretrained(path, output_loading_info=True)
+        assert not any(info.values()) and states(again).keys() == states(model).keys()
+        assert all(torch.equal(tensor, states(again)[key]) for key, tensor in states(model).items())
+        model = again

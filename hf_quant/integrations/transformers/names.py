@@ -39,7 +39,7 @@ def check_names(model: nn.Module, keys: Iterable[str], names: list[str]) -> None
 
 
 def keep_layout(model: nn.Module, guard: str) -> None:
-    """Remove the host's conversions that would merge or split codes, or rename the guard, when it saves.
+    """Remove the host's conversions that would merge, split or lose codes, or rename the guard, when it saves.
 
     The affected tensors are saved under the model's own names, which the host loads as well: q_proj, k_proj and v_proj
     instead of one Wqkv. Codes of different schemes cannot be merged.
@@ -64,7 +64,17 @@ def keep_layout(model: nn.Module, guard: str) -> None:
         reverse = conversion.reverse_transform()
         return all(reverse.rename_source_key(key)[1] is None for key in keys)
 
-    model._weight_conversions = [c for c in conversions if is_kept(c)]
+    kept = [c for c in conversions if is_kept(c)]
+    # Renamings of a weight alone ("x" to "x.weight", Inkling 2) do not reach its codes on the way back, only on the
+    # way in: then all tensors go by the model's own names.
+    model._weight_conversions = kept if _are_found_again(model, kept, keys - {guard}) else []
+
+
+def _are_found_again(model: nn.Module, conversions: list[Any], keys: Iterable[str]) -> bool:
+    """True if the host finds these parameters of the model under the names by which it saves them."""
+    renamings = [c.reverse_transform() for c in reversed(conversions) if isinstance(c, WeightRenaming)]
+    rename = renamer(model)
+    return all(rename(rename_source_key(key, renamings, [])[0]) == key for key in keys)
 
 
 def _patterns(conversion: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
