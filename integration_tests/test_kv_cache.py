@@ -442,6 +442,21 @@ def test_a_static_cache_that_cannot_be_quantized(caplog):
     assert "no layers of fixed size" in caplog.text
 
 
+def test_static_caches_of_layers_with_other_heads_than_the_config_names():
+    falcon = {name: LM[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
+    moe = {"moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    mimo = {**LM, **moe, "head_dim": 16, "v_head_dim": 16, "sliding_window": 8}
+    mimo["layer_types"] = ["full_attention", "sliding_attention"]  # which has twice as many heads of keys
+    for name, fields in (("Falcon", falcon), ("MiMoV2Flash", mimo)):
+        config = getattr(transformers, f"{name}Config")(**fields)
+        torch.manual_seed(0)
+        model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+        hf_quant.quantize_(model, QuantizerConfig(None, kv_cache="int8"))
+        expected = model.generate(ids(), **GREEDY)
+        for _ in range(2):
+            assert torch.equal(model.generate(ids(), cache_implementation="static", **GREEDY), expected)
+
+
 def test_a_static_cache_is_used_again(llama):
     """The memory of the cache does not move, so that nothing compiled for it is compiled again."""
     model = hf_quant.quantize_(copy.deepcopy(llama), QuantizerConfig(None, kv_cache="int4"))

@@ -32,6 +32,11 @@ class QuantizedStaticLayer(CodeStorage, StaticLayer):
                 torch._dynamo.mark_static_address(tensor)
         self.is_initialized = True
 
+    def _fits(self, key_states: Tensor, value_states: Tensor) -> bool:
+        """True if the layer was allocated for as many heads of the same sizes."""
+        held = (self.k_codes.shape[1], self.k_head_dim, self.v_head_dim)
+        return held == (key_states.shape[1], key_states.shape[-1], value_states.shape[-1])
+
     def _states(self, *exact: Tensor) -> tuple[QuantizedStates, QuantizedStates]:
         parts = (slice(None), self.cumulative_length, None)
         keys, values = exact or (None, None)
@@ -39,7 +44,9 @@ class QuantizedStaticLayer(CodeStorage, StaticLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Add states [B, H_kv, S, D]; return all states of the layer, [B, H_kv, max_cache_len, D]."""
-        if not self.is_initialized:
+        # Memory of the sizes that a config names does not fit a model that has others: Falcon with one head of keys,
+        # MiMo-V2 with other heads in layers with a window.
+        if not self.is_initialized or (self.is_empty and not self._fits(key_states, value_states)):
             self.lazy_initialization(key_states, value_states)
         self._check_room(key_states.shape[2])
         new, start = (key_states, value_states), self.cumulative_length

@@ -197,7 +197,7 @@ class CacheMethod(ModelMethod):
             text = model.config.get_text_config(decoder=True)  # 5.17 has no shapes for layers that differ
             shape = None if getattr(text, "is_heterogeneous", False) else model._get_static_cache_init_shape()
             if shape is not None:
-                cache.early_initialization(rows, *shape, model.dtype, device)
+                _allocate(cache, rows, shape, model.dtype, device, generation_config.prefill_chunk_size is not None)
         return None
 
     def _static(
@@ -255,6 +255,23 @@ class PartCacheMethod(CacheMethod):
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         *rest, self.config = state
         super().__setstate__(tuple(rest))
+
+
+def _allocate(
+    cache: Any, rows: int, shape: tuple[Any, Any], dtype: torch.dtype, device: torch.device, in_parts: bool
+) -> None:
+    """Allocate a static cache for heads of the shape that a config names, of which some layers may have others.
+
+    Quantized layers allocate again where it does not fit. Those in 16 bit cannot: they wait for the first states, as
+    in transformers, unless a prompt is read in parts.
+    """
+    if in_parts:
+        cache.early_initialization(rows, *shape, dtype, device)
+        return
+    for layer, heads, D in zip(cache.layers, *(n if isinstance(n, list) else [n] * len(cache.layers) for n in shape)):
+        if is_quantized(layer) and not layer.is_initialized:
+            nothing = torch.empty(rows, heads, 0, D, dtype=dtype, device=device)
+            layer.lazy_initialization(nothing, nothing)
 
 
 def _static_length(generation_config: Any, max_cache_length: int) -> int:

@@ -226,6 +226,23 @@ def test_keys_and_values_of_different_sizes():
     assert found[0].shape == (1, 2, 18, 192) and found[1].shape == (1, 2, 18, 128)
 
 
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize(("heads", "sizes"), [(1, (D, D)), (2 * H, (D, D)), (H, (32, D)), (H, (D, 32))])
+def test_a_layer_of_fixed_size_takes_the_heads_that_come_not_those_it_was_allocated_for(config, heads, sizes):
+    layer, other = (QuantizedStaticLayer(KVCacheConfig.of(config), 24) for _ in range(2))
+    nothing = torch.zeros(B, H, 0, D, dtype=torch.bfloat16)
+    layer.lazy_initialization(nothing, nothing)
+    keys, values = (torch.cat([x] * 2, 1)[:, :heads, :, :size] for x, size in zip(states(20), sizes))
+    for _ in range(2):
+        for found in (layer, other):
+            filled(found, keys, values, [12, 8])
+        assert all(torch.equal(a.float(), b.float()) for a, b in zip(tensors(layer, 20), tensors(other, 20)))
+        address = layer.k_codes.data_ptr()
+        layer.reset()
+        other.reset()
+    assert layer.k_codes.data_ptr() == address
+
+
 def test_wrong_states_are_refused():
     layer = QuantizedLayer(KVCacheConfig("int4"))
     with pytest.raises(ValueError, match="heads of 20 channels"):
