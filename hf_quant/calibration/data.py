@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset
 
 from hf_quant.calibration.observe import is_encoder_decoder
@@ -195,14 +196,21 @@ def _runs(data: Iterable[Any], num_tokens: int | None, all_logits: bool) -> Iter
 
 
 def _as_batch(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Make a batch of tensors of a tokenizer's lists, or of a row of a dataset without its texts; keep a batch."""
+    """Make a batch of tensors of a tokenizer's lists, or of a row of a dataset without its texts; keep a batch.
+
+    Ids beside lists of tensors are arguments of a model that packs sequences into one (Cosmos 3): they are kept, too.
+    """
     ids = given.get("input_ids")
-    if ids is None or (isinstance(ids, Tensor) and ids.dim() != 1):
+    if ids is None or (isinstance(ids, Tensor) and (ids.dim() != 1 or any(map(_is_tensors, given.values())))):
         return given
     found = {name: _tensor(value, name) for name, value in given.items() if not isinstance(value, str)}
     if found["input_ids"].dim() > 1:
         return found
     return {name: value[None] if isinstance(value, Tensor) else value for name, value in found.items()}
+
+
+def _is_tensors(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and any(isinstance(part, Tensor) for part in value)
 
 
 def _is_array(value: Any) -> bool:
@@ -244,4 +252,9 @@ def _run(batch: Any, all_logits: bool, model: nn.Module) -> Any:
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else value
+    """The value, or the lists and dicts that it is made of, with tensors on a device."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor.to(device)
+
+    return tree_map_only(Tensor, moved, value)

@@ -24,6 +24,7 @@ from transformers import (
 import hf_quant
 from hf_quant import Calibration, QuantizerConfig, calibrate, quantize_
 from hf_quant.calibration import StatisticsFile, sensitivities
+from hf_quant.calibration.data import prepare
 from hf_quant.calibration.sample import sample
 from hf_quant.modules import PACKED_NAMES, QuantizedModule
 from hf_quant.tests.calibration.test_observe import IDS, SIZES, llama
@@ -107,6 +108,31 @@ def test_rows_of_a_dataset_are_batches_of_one():
     arrays = [{"input_ids": row.numpy()} for row in IDS]
     for data in (Rows(), rows, lists, arrays):
         assert same(solved(data), expected), data
+
+
+class Packed(nn.Module):
+    """A model of sequences in one row and of a list of images, as Cosmos 3, and of a dict, as the UNet of SDXL."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, input_ids: torch.Tensor, images: list, added: dict) -> torch.Tensor:
+        device = self.linear.weight.device
+        assert all(x.device == device for x in (input_ids, *images, added["size"]))
+        assert input_ids.shape == (12,) and added["size"].shape == (2,)
+        return self.linear(torch.cat(images)) * added["size"].sum()
+
+
+def test_arguments_may_be_lists_and_dicts_of_tensors():
+    batch = {"input_ids": IDS.flatten()[:12], "images": [torch.randn(n, 64) for n in (48, 80)]}
+    batch["added"] = {"size": torch.ones(2)}
+    model = Packed()
+    expected = quantize_(copy.deepcopy(model), GPTQ, calibration=lambda model: model(**batch))
+    assert same(quantize_(copy.deepcopy(model), GPTQ, calibration=[batch]), expected)
+    model.to("meta")
+    for run in prepare([batch, tuple(batch.values())], model, None, 64, 64).runs(False):
+        assert run(model).is_meta  # tensors follow the model to its device
 
 
 def test_texts(tmp_path):
