@@ -17,7 +17,7 @@ from hf_quant.resolve import SCHEME_FIELDS, dtype_name, entry_fields, resolve_sc
 
 
 AUTO = "auto"  # `weights` that are chosen for each layer
-AUTO_CANDIDATES = ("int2", "int3", "nf4", "int8")
+AUTO_CANDIDATES = ("int2", "int3", "nf4", "fp6_e2m3", "int8")
 FORMAT_VERSION = 2  # of the checkpoint (bytes, tensor names, config fields): the newest that this version reads
 ATTENTIONS = (None, "int8")
 LATENCY = "latency"  # an objective of a search
@@ -76,8 +76,8 @@ class QuantizerConfig(QuantizationConfigMixin):
             candidate with which the model is predicted to lose least, see `hf_quant.auto_plan`. {"kl": 0.02} is the
             most that the model is predicted to lose; then the model becomes as small as possible.
         candidates: with weights="auto" the formats, presets or dicts of fields to choose from; None in the list: 16
-            bit. Default: int2, int3, nf4, int8; for the least latency also int4, W4A8, W8A8 and 16 bit. The other
-            fields above hold for all of them.
+            bit. Default: int2, int3, nf4, fp6_e2m3, int8; for the least latency also int4, W4A8, W8A8 and 16 bit. The
+            other fields above hold for all of them.
         objective: with weights="auto" and "latency" the model becomes as fast as possible on this machine, within a
             budget with "kl" (default: 0.02), to which a size may be added. {"latency": [1, 512]}: for calls of 1 and
             of 512 tokens alike; by default 1 token, or a call of the calibration data where a model reads no tokens.

@@ -67,7 +67,7 @@ TEXT = ROOT / "integration_tests" / "assets" / "tiny-llama-13m" / "eval.txt"
 READER = "gguf==0.19.0"  # transformers reads GGUF files of these architectures by it
 ROTATED = "input_transform=hadamard"
 SCHEMES = (
-    *("int8", "W8A8", "W8A8_FP8", "nvfp4", "mxfp4"),
+    *("int8", "W8A8", "W8A8_FP8", "fp6_e2m3", "nvfp4", "mxfp4"),
     *("nf4:scale_dtype=model", "nf4", "nf4:algorithm=absmax", "nf4:group_size=64"),
     *("int4", "int4:algorithm=absmax", f"int4:{ROTATED}", "W4A8", "W4A16", f"W4A16:{ROTATED}"),
     *("int3", "int3:algorithm=absmax", "int3:group_size=32:symmetric=false", f"int3:{ROTATED}", "int2"),

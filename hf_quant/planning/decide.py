@@ -125,8 +125,8 @@ def _advice(model: nn.Module, entries: list[PlanEntry]) -> str | None:
         return None
     nf4 = "" if few == {"nf4"} else "; of 4 bits nf4 loses least"
     return (
-        f"advice: {', '.join(sorted(few))} costs a language model of {size / 1e6:.1f}M parameters much, int8 next to "
-        f"nothing{nf4}; algorithm='gptq' takes off three quarters"
+        f"advice: {', '.join(sorted(few))} costs a language model of {size / 1e6:.1f}M parameters much, fp6_e2m3 "
+        f"little, int8 next to nothing{nf4}; algorithm='gptq' takes off three quarters"
     )
 
 

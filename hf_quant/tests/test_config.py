@@ -138,7 +138,7 @@ def test_defaults_of_the_formats():
         "fp8_e4m3": "fp8_e4m3 row",
         "fp8_e5m2": "fp8_e5m2 row",
         "fp6_e3m2": "fp6_e3m2 row",
-        "fp6_e2m3": "fp6_e2m3 row",
+        "fp6_e2m3": "fp6_e2m3 g32",
         "nf4": "nf4 g32",
         "mxfp4": "mxfp4 g32",
         "nvfp4": "nvfp4 g16",

@@ -27,7 +27,8 @@ BITS = [  # of a 4096 x 4096 bf16 matrix, as the formats table has them
     ("fp8_e4m3", {"granularity": "block"}, 8 + 32 / 128**2),
     ("fp8_e5m2", {}, 8 + 32 / 4096),
     ("fp6_e3m2", {}, 6 + 32 / 4096),
-    ("fp6_e2m3", {}, 6 + 32 / 4096),
+    ("fp6_e2m3", {}, 6.25),
+    ("fp6_e2m3", {"granularity": "row"}, 6 + 32 / 4096),
     ("nf4", {}, 4.25),
     ("nf4", {"group_size": 64}, 4.125),
     ("mxfp4", {}, 4.25),
@@ -126,7 +127,8 @@ def test_advice_for_small_language_models():
     model.can_generate = lambda: True
     found = plan(model, QuantizerConfig("int4", modules={"3": "int8"}))
     assert str(found).splitlines()[-1] == found.advice
-    assert found.advice.startswith("advice: int4 costs a language model of 0.0M parameters much, int8 next to nothing")
+    text = "advice: int4 costs a language model of 0.0M parameters much, fp6_e2m3 little, int8 next to nothing"
+    assert found.advice.startswith(text)
     assert found.advice.endswith("of 4 bits nf4 loses least; algorithm='gptq' takes off three quarters")
     assert plan(model, {"weights": "int4", "algorithm": "gptq"}).advice is None
     assert "nf4 costs" in plan(model, "nf4").advice and "of 4 bits" not in plan(model, "nf4").advice

@@ -56,7 +56,7 @@ CANDIDATES = (
     Candidate("fp8_e4m3 block", TensorQuant("fp8_e4m3", "block")),
     Candidate("fp8_e5m2", _by_row("fp8_e5m2")),
     Candidate("fp6_e3m2", _by_row("fp6_e3m2")),
-    Candidate("fp6_e2m3", _by_row("fp6_e2m3")),
+    Candidate("fp6_e2m3 g32 fp8", _group("fp6_e2m3", 32, scale_dtype="float8_e4m3fn")),
     Candidate("nf4 g64", _group("nf4", 64)),
     Candidate("nf4 g32 fp8", _group("nf4", 32, scale_dtype="float8_e4m3fn")),
     Candidate("mxfp4", _group("mxfp4", 32, scale_dtype="float8_e8m0fnu")),

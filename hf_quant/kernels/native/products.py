@@ -3,10 +3,10 @@
 Accuracy: codes, less their zero points, times x are exact products, summed in fp32 and then scaled in fp32: nearer to
 the reference than a weight rounded to bf16. On x86, bf16 x meets integer codes in fixed point of 16 bits, with a power
 of two for every 4 to 16 columns, or in many rows for every group: a relative error of 1e-5, a hundredth of that of
-rounding y. Levels of nf4, fp4 and fp6 may meet it as words; those of nf4 are rounded then, in many rows to 10 bits: an
-error of 3e-4 to 6e-4. Else, where the CPU multiplies bf16 faster than fp32, bf16 x is multiplied with levels in bf16,
-which holds all but nf4's; all else is fp32. int8 x and int4 or int8 codes give exact sums of integers, of whole groups
-or, of groups above 1024 columns, of parts of them.
+rounding y. So do levels of fp4 and fp6_e2m3 times 2 and 8. Levels of nf4, fp4 and fp6 may meet it as words; those of
+nf4 are rounded then, in many rows to 10 bits: an error of 3e-4 to 6e-4. Else, where the CPU multiplies bf16 faster
+than fp32, bf16 x is multiplied with levels in bf16, which holds all but nf4's; all else is fp32. int8 x and int4 or
+int8 codes give exact sums of integers, of whole groups or, of groups above 1024 columns, of parts of them.
 """
 
 from collections.abc import Callable

@@ -22,8 +22,8 @@ FOLDER = Path(__file__).parent / "golden"
 N, K = 3, 150  # a ragged last group, and padding within the last word
 
 
-# Defaults of the first version where later ones have others.
-EARLIER_GROUPS = {"int4": 128, "int3": 128, "int2": 64, "nf4": 64}
+# Defaults of the first version where later ones have others; None: one scale per row.
+EARLIER_GROUPS = {"int4": 128, "int3": 128, "int2": 64, "nf4": 64, "fp6_e2m3": None}
 
 
 def _schemes() -> dict[str, TensorQuant]:
@@ -31,8 +31,9 @@ def _schemes() -> dict[str, TensorQuant]:
     for format in FORMATS.values():
         dtype = "bfloat16" if format.scale_dtype == "model" else format.scale_dtype
         group_size = EARLIER_GROUPS.get(format.name, format.group_size)
+        granularity = "row" if format.name in EARLIER_GROUPS and group_size is None else format.granularity
         for symmetric in (True, False) if format.allows_asymmetric else (True,):
-            quant = TensorQuant(format.name, format.granularity, group_size, symmetric, dtype)
+            quant = TensorQuant(format.name, granularity, group_size, symmetric, dtype)
             schemes[format.name + ("" if symmetric else "-asym")] = quant
             # Groups of 32 were the default of all of them.
             for size in {32: None, format.group_size: None} if format.group_scale_dtype is not None else ():

@@ -383,7 +383,12 @@ static FixedProduct fixed_product(const Product& p) {
       if (p.zero != nullptr) return nullptr;
       if (!Fixed4Halves::fits(p)) return fixed_levels<Packed4>(p);
       return [](const Product& p) { return FixedMatmul<Fixed4Halves, false>(p, Fixed4Halves::OFFSET, 0.5f).run(); };
-    case PACKED6: return fixed_levels<Packed6>(p);
+    case PACKED6:
+#if HFQ_VBMI
+      if (Fixed6::fits(p) && p.M <= most_fixed_rows(p))
+        return [](const Product& p) { return FixedMatmul<Fixed6, false>(p, Fixed6::OFFSET, Fixed6::UNIT).run(); };
+#endif
+      return fixed_levels<Packed6>(p);
     case BYTES_INT:
       if (p.zero != nullptr) return nullptr;
       return [](const Product& p) { return FixedMatmul<Fixed8, false>(p, 128, 1.0f).run(); };

@@ -108,6 +108,53 @@ struct Fixed3 {
   }
 };
 
+#if HFQ_VBMI
+// 6 bits whose levels are eighths of integers, as those of fp6_e2m3: eight times the level, plus OFFSET. Units of 32 codes
+// are 16 bytes with the low four bits and 8 bytes with the other two.
+struct Fixed6 {
+  static constexpr bool WORDS = false;
+  static constexpr int LANE = 8, BLOCK = 128, VECS = 2, BYTES = 96, COUNT = 64, OFFSET = 64;
+  static constexpr float UNIT = 0.125f;
+  __m512i four, two, shift[2], table;
+
+  static bool fits(const Product& p) {
+    for (int i = 0; i < COUNT; ++i) {
+      const float value = p.levels[i] / UNIT;
+      if (!(value >= -OFFSET && value < OFFSET) || value != static_cast<float>(static_cast<int>(value))) return false;
+    }
+    return true;
+  }
+  explicit Fixed6(const Product& p) {
+    alignas(64) uint8_t bytes[3][64];
+    alignas(64) int32_t words[2][16];
+    for (int i = 0; i < 64; ++i) {
+      // Of 8 codes that lie side by side in a vector the word of upper bits is there: those of each shall be bits 4 and 5.
+      for (int j = 0; j < 2; ++j) bytes[j][i] = static_cast<uint8_t>((4 * (i % 8) + 2 * j + 60) % 64);
+      bytes[2][i] = static_cast<uint8_t>(p.levels[i] / UNIT + OFFSET);
+    }
+    for (int i = 0; i < 16; ++i) {
+      words[0][i] = place(i / 4 * 6 + i % 4);
+      words[1][i] = place(i / 4 * 6 + 4 + i / 2 % 2);
+    }
+    four = _mm512_load_si512(words[0]);
+    two = _mm512_load_si512(words[1]);
+    for (int j = 0; j < 2; ++j) shift[j] = _mm512_load_si512(bytes[j]);
+    table = _mm512_load_si512(bytes[2]);
+  }
+  // Of a word of 32 bits, in the first 16 words and the last 16 of 24.
+  static int32_t place(int word) { return word < 16 ? word : word + 8; }
+  HFQ_METHOD void codes(const uint8_t* p, Masks m, __m512i* value) const {
+    const __m512i a = load_bytes(p, m.low), b = load_bytes(p + 32, m.low >> 32 | m.high << 32);
+    const __m512i lower = _mm512_permutex2var_epi32(a, four, b), upper = _mm512_permutex2var_epi32(a, two, b);
+    const __m512i mask = _mm512_set1_epi8(15);
+    // The lower four bits of the first, the others of the second, of which a table takes two.
+    value[0] = _mm512_ternarylogic_epi32(mask, lower, _mm512_multishift_epi64_epi8(shift[0], upper), 0xCA);
+    value[1] = _mm512_ternarylogic_epi32(mask, _mm512_srli_epi16(lower, 4), _mm512_multishift_epi64_epi8(shift[1], upper), 0xCA);
+    for (int j = 0; j < VECS; ++j) value[j] = _mm512_permutexvar_epi8(value[j], table);
+  }
+};
+#endif
+
 struct Fixed8 {
   static constexpr bool WORDS = false;
   static constexpr int LANE = 4, BLOCK = 64, VECS = 1, BYTES = 64, COUNT = 256;
