@@ -123,12 +123,11 @@ def _own(codes: Tensor, packed: PackedWeight, quant: TensorQuant, own: TensorQua
     if any(bool((values != values[..., :1]).any()) for values in groups) or (own.symmetric and bool(zeros.any())):
         raise Inexpressible(others)
     scale, zero_point = (values[..., 0] for values in groups)
-    if own.format == "int4":  # codes of a block that were turned
-        turn = torch.where((codes.unflatten(1, (-1, 256)) < 0).any(-1), -1, 1).to(torch.int8)
-        codes = (codes * turn.repeat_interleave(256, 1)).view(torch.uint8)
-        if bool((codes > 15).any()):
+    if own.format == "int4":
+        q, turn = _unturned(codes)
+        if bool((q > 15).any()):
             raise Inexpressible(others)
-        scale = scale * turn.repeat_interleave(256 // own.group_size, 1)
+        codes, scale = q.view(codes.shape), (scale.reshape(len(q), -1) * turn).view(scale.shape)
     return codes, PackedWeight(packed.qdata, scale, None if own.symmetric else zero_point, None)
 
 
@@ -139,10 +138,19 @@ def _to_q4_k(codes: Tensor, packed: PackedWeight) -> Tensor:
     return torch.cat([heads, (pairs[:, :, 0] | pairs[:, :, 1] << 4).flatten(1)], -1).view(len(codes), -1)
 
 
+def _unturned(codes: Tensor) -> tuple[Tensor, Tensor]:
+    """Return int8 codes as (numbers from 0 [blocks, 256] uint8, signs of the scales [blocks, 1]).
+
+    A block has codes from 0, or, turned, up to 0 with negative scales.
+    """
+    blocks = codes.view(-1, 256)
+    turn = torch.where((blocks < 0).any(1), -1, 1).to(torch.int8)[:, None]
+    return (blocks * turn).view(torch.uint8), turn
+
+
 def _to_q5_k(codes: Tensor, packed: PackedWeight) -> Tensor:
-    # A block has codes from 0 to 31, or, turned, from -31 to 0 with negative scales.
-    turn = torch.where((codes.view(-1, 256) < 0).any(1), -1, 1).to(torch.int8)[:, None]
-    q = (codes.view(-1, 256) * turn).view(torch.uint8).view(-1, 8, 32)
+    q, turn = _unturned(codes)
+    q = q.view(-1, 8, 32)
     if bool((q > 31).any()):
         raise Inexpressible("its codes have more than 5 bits: with zero points they are written as Q5_K only")
     heads = _heads(q, packed.scale.double().view(-1, 8) * turn, packed)
