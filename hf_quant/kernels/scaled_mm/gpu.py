@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from hf_quant.kernels.codes import expand_rows
-from hf_quant.kernels.dispatch import Path, Problem, direct, implements
+from hf_quant.kernels.dispatch import Path, Problem, implements
 from hf_quant.kernels.gpu.counters import tile_counters
 from hf_quant.kernels.gpu.decode import scale_rows
 from hf_quant.kernels.gpu.hopper import plan as hopper
@@ -58,8 +58,6 @@ from hf_quant.kernels.gpu.launch import (
     triton,
     unavailable_reason,
 )
-from hf_quant.kernels.hadamard.op import hadamard_quantize_rowwise
-from hf_quant.kernels.rowwise.op import quantize_rowwise, quantize_static
 from hf_quant.kernels.scaled_mm import op
 from hf_quant.kernels.scaled_mm.gpu_kernels import _scaled_mm_split_kernel, _scaled_mm_tiles_kernel
 from hf_quant.kernels.weight import Weight, takes_weight
@@ -356,20 +354,9 @@ def _product_of_codes(
     return (y if bias is None else y + bias.float()).to(out_dtype)
 
 
-_quantize = direct(quantize_rowwise)
-_hadamard_quantize = direct(hadamard_quantize_rowwise)
-_quantize_static = direct(quantize_static)
-
-
 @implements(op.dynamic_mm, "XPU", SCALED + FUSED + DENSE)
 @implements(op.dynamic_mm, "CUDA", SCALED + FUSED + HOPPER + DENSE)
 @takes_weight(op.check_dynamic, transforms=True, quantizes=True)
 def dynamic_mm_gpu(x: Tensor, w: Weight, bias: Tensor | None, *, activation: str) -> Tensor:
     """Compute `dynamic_mm_reference`; a weight that is not multiplied as codes is rounded to the product's dtype."""
-    if w.input_scale is not None:
-        rows = _quantize_static(x, w.input_scale, w.input_diagonal, format=activation)
-        return _product_of_codes(*rows, w, bias, x.dtype)
-    if w.input_diagonal is not None:
-        rows = _hadamard_quantize(x, w.input_diagonal, block_size=w.input_diagonal.shape[1], format=activation)
-        return _product_of_codes(*rows, w, bias, x.dtype)
-    return _product_of_codes(*_quantize(x, format=activation), w, bias, x.dtype)
+    return _product_of_codes(*op.quantized_for(x, w, activation), w, bias, x.dtype)

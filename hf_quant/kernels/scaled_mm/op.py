@@ -154,14 +154,18 @@ def _dynamic_mm_fake(x: Tensor, w: Weight, bias: Tensor | None, *, activation: s
     return x.new_empty((*x.shape[:-1], w.N))
 
 
+_quantize = direct(quantize_rowwise)
+_hadamard_quantize = direct(hadamard_quantize_rowwise)
+_quantize_static = direct(quantize_static)
+
+
 def quantized_for(x: Tensor, w: Weight, activation: str) -> tuple[Tensor, Tensor]:
     """(codes, row_scale) of x [..., K] as `dynamic_mm` multiplies it with w."""
     if w.input_scale is not None:
-        return direct(quantize_static)(x, w.input_scale, w.input_diagonal, format=activation)
+        return _quantize_static(x, w.input_scale, w.input_diagonal, format=activation)
     if w.input_diagonal is not None:
-        block = w.input_diagonal.shape[1]
-        return direct(hadamard_quantize_rowwise)(x, w.input_diagonal, block_size=block, format=activation)
-    return direct(quantize_rowwise)(x, format=activation)
+        return _hadamard_quantize(x, w.input_diagonal, block_size=w.input_diagonal.shape[1], format=activation)
+    return _quantize(x, format=activation)
 
 
 dynamic_mm = define_op("dynamic_mm", dynamic_mm_reference, _dynamic_mm_fake, is_row_by_row=True)
