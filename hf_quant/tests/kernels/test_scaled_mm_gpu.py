@@ -6,12 +6,13 @@ import torch
 from hf_quant.kernels.dispatch import Problem
 from hf_quant.kernels.gpu.hopper import plan as hopper
 from hf_quant.kernels.gpu.launch import TARGETS, Target, pretend, record_launches, reload_tables
+from hf_quant.kernels.rowwise.op import quantize_rowwise_reference
 from hf_quant.kernels.scaled_mm import gpu
 from hf_quant.kernels.scaled_mm.gpu import dynamic_mm_gpu, fp8_scaled_mm_gpu, int8_scaled_mm_gpu
 from hf_quant.kernels.scaled_mm.op import dynamic_mm_reference
 from hf_quant.scheme import TensorQuant
 from hf_quant.testing import assert_close
-from hf_quant.tests.kernels.cases import packed_case
+from hf_quant.tests.kernels.cases import assert_product, decode_slowly, packed_case, rejects
 from hf_quant.tests.kernels.interpreter import install
 
 
@@ -282,12 +283,16 @@ def test_dynamic_mm(quant, activation, x_dtype):
 def test_weights_with_zero_points_are_not_multiplied_as_codes():
     quant = TensorQuant("int8", "row", symmetric=False, zero_point_dtype="float32")
     packed, options = packed_case(quant, 66, 160)
-    x, bias = torch.randn(17, 160).bfloat16(), torch.randn(66).bfloat16()
-    expected = dynamic_mm_reference(x, *packed, bias, activation="int8", **options)
+    weight = decode_slowly(packed, quant, 160)
+    x = torch.randn(17, 160, generator=torch.Generator().manual_seed(3)).bfloat16()
+    codes, row_scale = quantize_rowwise_reference(x, format="int8")
+    exact = codes.double() @ weight.t() * row_scale.double()
     for name in ("sm90", "sm80", "gfx942"):
         with pretend(TARGETS[name]):
-            y = dynamic_mm_gpu(x, *packed, bias, activation="int8", **options)
-        assert_close(y, expected, rms=3e-3)
+            y = dynamic_mm_gpu(x, *packed, None, activation="int8", **options)
+            other = dynamic_mm_gpu(x, *packed._replace(zero_point=None), None, activation="int8", **options)
+        assert_product(y, exact, weight)
+        assert rejects(other, exact, weight)
 
 
 def test_a_block_scale_over_all_of_k():
